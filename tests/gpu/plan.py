@@ -63,10 +63,11 @@ def of_one() -> Iterator[Check]:
     yield Check("commits under a delayed stream", [on_ranks(1, "commits.py")])
     yield Check("parts of a step", [on_ranks(1, "parts.py")])
     yield Check("parts of a step, two ranks", [on_ranks(2, "parts.py")], GLOO)
+    yield Check("a loss that is nan", [on_ranks(2, "lost.py")], GLOO)
     yield Check("the serial script's numbers with same=True", [on_ranks(1, "scripts.py")], {}, 600)
     yield Check("beside plain torch", [on_ranks(1, "speed.py")], {}, 300)
     device = {"SAMESTEP_TEST_DEVICE": "cuda" if ON_GPU else "cpu", **GLOO}
-    tests = [sys.executable, "-m", "pytest", "-q", "tests/train/model", "-k", "2-ranks"]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "tests/train/model", "-k", "2-ranks"]
     yield Check("training tests, two ranks", [tests], device, 480)
 
 
@@ -81,6 +82,7 @@ def of_many(count: int) -> Iterator[Check]:
     yield Check("no wait in 100 default steps", [on_ranks(count, "waits.py")])
     yield Check("commits under a delayed stream", [on_ranks(count, "commits.py")])
     yield Check("parts of a step", [on_ranks(count, "parts.py")])
+    yield Check("a loss that is nan", [on_ranks(count, "lost.py")])
     yield Check("beside DistributedDataParallel", [on_ranks(count, "speed.py")], {}, 300)
     device = {"SAMESTEP_TEST_DEVICE": "cuda" if ON_GPU else "cpu"}
     tests = [
@@ -88,6 +90,8 @@ def of_many(count: int) -> Iterator[Check]:
         "-m",
         "pytest",
         "-q",
+        "-p",
+        "no:benchmark",
         "tests/train/model",
         "-k",
         f"{min(count, 3)}-ranks",

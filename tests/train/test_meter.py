@@ -182,7 +182,7 @@ def test_a_short_run_says_nothing(metered, asked):
 
 
 def test_a_step_costs_the_meter_less_than_a_two_hundredth_of_ten_milliseconds():
-    clock = _Clock(lambda *_: None)
+    clock = _Clock(lambda *_: None, lambda *_: None)
     parts = ["data", "user", "forward", "user", "backward", "exchange"]
     parts += ["user", "backward", "user", "optimizer", "user"]
     best = []

@@ -1,5 +1,6 @@
 """`samestep profile`: one trace of chosen steps on chosen ranks, for Perfetto or Chrome."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import click
 from samestep.cli.output import check_script, ranks_of, verb, working
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
+from samestep.placement.devices import visible_devices
 from samestep.text import size
 
 
 @verb("samestep profile", allow_interspersed_args=False)
-@click.option("-n", "count", metavar="N", default=2, type=click.IntRange(1), help="Processes  [2]")
+@click.option("-n", "count", metavar="N", type=click.IntRange(1), help="Processes  [2, or the devices]")
 @click.option("--steps", default="20:25", metavar="A:B", help="Record steps A up to B - 1  [20:25]")
 @click.option("--ranks", metavar="0,3", help="Record these ranks  [all]")
 @click.option(
@@ -22,7 +24,7 @@ from samestep.text import size
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def command(script: str, args: tuple[str, ...], count: int, **options: Any) -> None:
+def command(script: str, args: tuple[str, ...], count: int | None, **options: Any) -> None:
     """Record some steps of SCRIPT on all ranks as one trace, with steps, phases and buckets by name.
 
     \b
@@ -36,6 +38,7 @@ def command(script: str, args: tuple[str, ...], count: int, **options: Any) -> N
     steps = re.fullmatch(r"(\d{1,9}):(\d{1,9})", options["steps"])
     if not steps or int(steps[1]) >= int(steps[2]):
         raise UsageError(f"--steps {options['steps']} is not a range; write for instance --steps 20:25")
+    count = count or len(visible_devices(os.environ)) or 2
     ranks = ranks_of("--ranks", options["ranks"], count) if options["ranks"] else []
     out = Path(options["out"])
     if not out.parent.is_dir():

@@ -68,6 +68,7 @@ class Backward(Member):
         original = self._original
 
         def run(outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any) -> Any:
+            self._spine.derives_twice |= bool(args[1])  # create_graph
             # a checkpointed segment runs backward inside of backward, torch.compile runs the engine on fake tensors
             if self._is_running or type(outputs[0]) not in _REAL or is_functional():
                 return original(outputs, gradients, *args, **options)
@@ -193,7 +194,9 @@ class Hooks(Member):
         spine, size, register_hook = self._spine, self.group.world.size, self._register
 
         def registered(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-            if tensor.grad_fn is None or torch.compiler.is_compiling():
+            # under a function mode, such as that of set_default_device, torch calls this function a second time
+            is_counted = hasattr(hook, "_counts_by_share")
+            if tensor.grad_fn is None or is_counted or torch.compiler.is_compiling():
                 return register_hook(tensor, hook)
             spine.weights.needs_leaves = True
             # with loss="sum" the weight is applied inside of the model's call
@@ -205,6 +208,7 @@ class Hooks(Member):
                 changed = hook(gradient * factor)
                 return None if changed is None else changed / factor
 
+            counted._counts_by_share = True  # type: ignore[attr-defined]
             return register_hook(tensor, counted)
 
         return registered

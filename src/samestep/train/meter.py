@@ -45,10 +45,11 @@ class Meter(Member, Subscriber):
         self.counted: int | None = None  # the steps that Checkpoint.step counts, where the script calls it
         self._evaluates = False
         self.times: StepTimes | None = None
-        self._clock = (_DeviceClock if overlaps(group.world.device) else _Clock)(self._note)
+        clock = _DeviceClock if overlaps(group.world.device) else _Clock
+        self._clock = clock(self._note, self._note_loss)
         self._say_at, self._pause_s = self._clock.since + _FIRST_LINE_S, _FIRST_LINE_S
         self._lost = 0, ""  # the step of this rank's first loss that is not finite, and that loss
-        group.watch(lambda: self._lost, self._say_lost)
+        group.watch(self._lost_by_all, self._say_lost)
         self._planned = self._spare_workers = self._mine = self._all = 0
         self._open: set[Pass] = set()
         self._asked = os.environ.get("SAMESTEP_METER", "")
@@ -105,15 +106,23 @@ class Meter(Member, Subscriber):
             raise SystemExit(0)  # every rank has come to the end of this step
 
     def backward_begins(self, loss: torch.Tensor) -> None:
-        """Keep the loss, and the first that is not finite; only on CPU, since reading it waits for other devices."""
-        if self.times is None or loss.device.type != "cpu" or loss.numel() != 1 or loss.is_complex():
-            return
-        self.times.progress.loss = value = loss.item()
-        if math.isfinite(value) or self._lost[0]:
+        """Read the loss, on a device when it has passed there, for the line of progress and to find nan and inf."""
+        if self.times is None or loss.numel() != 1 or loss.is_complex():
             return
         share = self._spine.origins.trained
-        if share is not None and not share.lent:
-            self._lost = self.group.step or 0, str(value)
+        is_counted = share is not None and not share.lent
+        self._clock.read(loss.detach(), (self.group.step or 0) if is_counted else 0)
+
+    def _note_loss(self, value: float, step: int) -> None:
+        if self.times is not None:
+            self.times.progress.loss = value
+        if step and not self._lost[0] and not math.isfinite(value):
+            self._lost = step, str(value)
+
+    def _lost_by_all(self) -> tuple[int, str]:
+        """The first loss that is not finite, once every rank has read its own loss of that step."""
+        step, _ = self._lost
+        return self._lost if step and (self.group.step or 0) - step >= self._clock.late_by else (0, "")
 
     def _say_lost(self, marks: list[Any], call: str) -> None:
         """Print which ranks had the first losses that are not finite; the others' losses may follow from these."""
@@ -168,8 +177,10 @@ class Meter(Member, Subscriber):
 class _Clock:
     """Marks where each part of a step begins, and reports the times of all parts at the end of the step."""
 
-    def __init__(self, done: _Done) -> None:
-        self._done = done
+    late_by = 0  # steps, at most, until a loss has been read
+
+    def __init__(self, done: _Done, note_loss: Callable[[float, int], None]) -> None:
+        self._done, self._note_loss = done, note_loss
         self._marks: _Marks = []
         self.since = time.monotonic()
 
@@ -188,6 +199,9 @@ class _Clock:
         self._set("data")
         marks, self._marks = self._marks, self._marks[-1:]
         self._finish(marks, facts)
+
+    def read(self, loss: torch.Tensor, step: int) -> None:
+        self._note_loss(float(loss.item()), step)
 
     def _set(self, part: str) -> None:
         self.since = time.monotonic()
@@ -210,11 +224,18 @@ class _Clock:
 
 
 class _DeviceClock(_Clock):
-    """A clock that records a device event at each mark, and reads it when the device has passed it."""
+    """A clock that records a device event at each mark, and reads it when the device has passed it.
 
-    def __init__(self, done: _Done) -> None:
-        super().__init__(done)
-        self._waiting: deque[tuple[_Marks, _Facts]] = deque()
+    A loss is copied to the host without waiting, and read when the device has passed the end of its step.
+    """
+
+    late_by = 128  # a device's queue has room for fewer steps
+
+    def __init__(self, done: _Done, note_loss: Callable[[float, int], None]) -> None:
+        super().__init__(done, note_loss)
+        self._losses: list[tuple[torch.Tensor, int]] = []  # of the step that runs now
+        self._free: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._waiting: deque[tuple[_Marks, _Facts, list[tuple[torch.Tensor, int]]]] = deque()
         self._spare: list[Any] = []
         self._origin: tuple[float, Any] | None = None
 
@@ -225,10 +246,22 @@ class _DeviceClock(_Clock):
         self._origin = self._origin or (self.since, event)
         self._marks.append((event, part))
 
+    def read(self, loss: torch.Tensor, step: int) -> None:
+        if loss.device.type == "cpu":
+            return super().read(loss, step)
+        free = self._free.setdefault(loss.dtype, [])
+        is_pinned = loss.device.type == "cuda"
+        host = free.pop() if free else torch.empty((), dtype=loss.dtype, device="cpu", pin_memory=is_pinned)
+        self._losses.append((host.copy_(loss.reshape(()), non_blocking=True), step))
+
     def _finish(self, marks: _Marks, facts: _Facts) -> None:
-        self._waiting.append((marks, facts))
+        self._waiting.append((marks, facts, self._losses))
+        self._losses = []
         while self._waiting and self._waiting[0][0][-1][0].query():
-            marks, facts = self._waiting.popleft()
+            marks, facts, losses = self._waiting.popleft()
+            for host, step in losses:
+                self._note_loss(float(host), step)
+                self._free[host.dtype].append(host)
             super()._finish(marks, facts)
             assert self._origin is not None
             self._spare += [event for event, _ in marks[:-1] if event is not self._origin[1]]

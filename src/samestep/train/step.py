@@ -25,6 +25,7 @@ from samestep.train.weights import Weights
 class Spine(Member):
     """Counts steps and tells subscribers of events.
 
+    derives_twice: whether a backward has kept a graph of its own, as a gradient penalty asks.
     origins: which batch a tensor or a collected number is from. weights: the factors of losses and gradients.
     """
 
@@ -32,7 +33,7 @@ class Spine(Member):
         super().__init__(group)
         self.steps = self.batches = self.inside_model = self.totals = 0
         self.models = Models()
-        self.is_reading = False
+        self.is_reading = self.derives_twice = False
         self.origins = Origins(group)
         self.weights = Weights(self.origins, group.world.size)
         # how the latest loss depends on averages, if that was followed, and the line that reads a number that weighs it

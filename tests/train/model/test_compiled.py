@@ -44,15 +44,21 @@ assert not torch._dynamo.utils.counters["graph_break"], torch._dynamo.utils.coun
 """
 
 
+def ran(nest, home, size, when, same):
+    script = home / "train.py"
+    script.write_text(SCRIPT.format(when=when, same=same))
+    ranks = nest.start(script, size, cwd=home, apart=True)
+    assert nest.wait(ranks) == [0] * size, ranks[0].complained
+    assert ranks[0].complained.count("a compiled model may draw by itself") == (same and size > 1)
+    return ranks[0].said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "in place", "after"])
 def test_a_compiled_model_is_compiled_in_one_piece_and_draws_the_serial_numbers(when, nest, tmp_path):
-    script = tmp_path / "train.py"
-    said = {}
-    for size, same in ((1, True), (2, True), (3, True), (2, False)):
-        script.write_text(SCRIPT.format(when=when, same=same))
-        ranks = nest.start(script, size, cwd=tmp_path, apart=True)
-        assert nest.wait(ranks) == [0] * size, ranks[0].complained
-        assert ranks[0].complained.count("a compiled model may draw by itself") == (same and size > 1)
-        said[size, same] = ranks[0].said
-    assert said[1, True] == said[2, True] == said[3, True] != said[2, False]
+    assert ran(nest, tmp_path, 1, when, same=True) == ran(nest, tmp_path, 2, when, same=True)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_compiled_by_default_too(nest, tmp_path):
+    ran(nest, tmp_path, 3, "after", same=False)

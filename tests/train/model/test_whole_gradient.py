@@ -167,9 +167,9 @@ class Clipped(Net):
     def forward(self, x):
         hidden = self.body(x)
         self.seen = []
-        if hidden.requires_grad:
+        with torch.device(x.device):  # a function mode, as set_default_device() sets one
             hidden.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-            hidden.register_hook(lambda gradient: self.seen.append(gradient))
+        hidden.register_hook(lambda gradient: self.seen.append(gradient))
         return self.head(hidden)
 
 

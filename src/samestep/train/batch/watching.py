@@ -95,12 +95,10 @@ class Watching(Subscriber):
         """Watch the next call of this kind: this call draws at a line where no watched call has drawn."""
         self._watched_kinds.discard(self.in_model)
 
-    def _compiles(self) -> bool:
-        """Whether the script uses torch.compile, which skips for ever what is first called under a dispatch mode."""
-        if self.is_compiled or not _has_compiled():
-            return self.is_compiled
+    def _heed_compiled(self) -> None:
+        """Follow no operations where the script compiles: torch skips for ever what it meets under a dispatch mode."""
         self.is_compiled = True
-        # its frames run as they are, and the model's forward is compiled in one piece
+        # samestep's frames run as they are, and the model's forward is compiled in one piece
         with suppress(Exception):
             importlib.import_module("torch._dynamo.trace_rules").add("samestep")
         inductor = sys.modules.get("torch._inductor.config")
@@ -109,7 +107,6 @@ class Watching(Subscriber):
                 "a compiled model may draw by itself and then does not draw the serial script's numbers under "
                 "same=True; compile without fusing random operations (torch._inductor.config.fallback_random = True)"
             )
-        return True
 
     @contextmanager
     def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
@@ -134,7 +131,7 @@ class Watching(Subscriber):
         outer, self.in_model = (self.in_model, self.is_in_call), has_share and kind
         self.is_in_call = bool(tensors)
         try:
-            if kind in self._watched_kinds or not 0 < mine < share.all or self.places or self._compiles():
+            if kind in self._watched_kinds or not 0 < mine < share.all or self.places or self.is_compiled:
                 yield
                 return
             self._watched_kinds.add(kind)
@@ -177,6 +174,8 @@ class Watching(Subscriber):
 
     def step_begins(self, share: Share) -> None:
         self._leave_loop()
+        if not self.is_compiled and _has_compiled():
+            self._heed_compiled()
         self._begin_to_watch(share)
         self._again.batch_begins(is_watched=self._loop_places is not None)
 
@@ -190,7 +189,7 @@ class Watching(Subscriber):
             other.rows == share.rows and (other is share or not other.of.ragged) for other in open_shares
         )
         # a microbatch is not shared
-        can_be = 0 < share.mine < share.all and share.microbatches == 1
+        can_be = 0 < share.mine < share.all and share.microbatches == 1 and not self.is_compiled
         # before a restart the remarks were printed
         is_of_use = share.of.training and not group.restarts
         if is_of_use and self._again.is_due(self._spine.batches):
@@ -198,7 +197,7 @@ class Watching(Subscriber):
         if kind in self._watched_kinds or not (is_alike and can_be):
             return
         self._watched_kinds.add(kind)
-        if self._compiles() or not (self.finds_draws or is_of_use):
+        if not (self.finds_draws or is_of_use):
             return
         if not self._before_loop:
             alive = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))

@@ -369,7 +369,9 @@ class Loader(Generic[Item]):
         # copy the indices to the data's device once for the pass, not in every step
         near = moved(order, source.device) if isinstance(order, torch.Tensor) else order
         plan = (planned for step in steps for planned in self._planned(near, step, this))
-        side = self._group.the(SideStreams).of_copies
+        # a sampler, a stream or a collate_fn may draw between the draws of the loop, as under torch's DataLoader
+        draws = not isinstance(order, torch.Tensor) or self._source is None or self._source.collates
+        side = None if draws and not self._reads_ahead else self._group.the(SideStreams).of_copies
         batches = source.batches(plan, this.epoch, this.seed)
         return self._in_phase_data(on_device(batches, self._world.device, side, pins=self._pins))
 

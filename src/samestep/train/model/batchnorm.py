@@ -16,16 +16,28 @@ BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d,
 
 
 class Synced:
-    """Mixed into a BatchNorm: takes statistics over all ranks, with torch's kernels where these can do it."""
+    """Mixed into a BatchNorm: takes statistics over all ranks, with torch's kernels where these can do it.
+
+    torch's kernels cannot be derived twice, as a gradient penalty asks. So a layer's first calls do without them, and
+    all calls once the script has derived anything twice.
+    """
 
     plain: type[torch.nn.Module]
+    # what SyncBatchNorm.forward reads
+    process_group = None
+    _check_non_zero_input_channels = torch.nn.SyncBatchNorm._check_non_zero_input_channels
+    _early_calls = 3
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(self, BATCH_NORMS)
         share = spine().origins.trained
-        by_torch = isinstance(self, torch.nn.SyncBatchNorm) and not lends(share, dist.get_world_size())
-        if not self.training or by_torch:
+        if not self.training:
             return super().forward(input)  # type: ignore[misc,no-any-return]
+        is_early = self._early_calls > 0
+        self.__dict__["_early_calls"] = self._early_calls - is_early
+        fits = has_synced_kernels(input.device) and not lends(share, dist.get_world_size())
+        if fits and not is_early and not spine().derives_twice:
+            return torch.nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         with _disable_current_modes():  # statistics have no batch dimension to follow
             count, mean, variance = _of_all_ranks(wide, share)
@@ -43,11 +55,11 @@ class Synced:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or pickle is the plain BatchNorm."""
-        state = {name: value for name, value in self.__dict__.items() if name != "plain"}
+        own = {"plain", "_early_calls"}
+        state = {name: value for name, value in self.__dict__.items() if name not in own}
         return object.__new__, (self.plain,), state
 
 
-# torch's SyncBatchNorm has no CPU kernels, and DDP refuses it on CPU
 _SYNCED: dict[type, type] = {
     plain: type(f"Synced{plain.__name__}", (Synced, plain), {}) for plain in BATCH_NORMS
 }
@@ -56,14 +68,9 @@ _SYNCED: dict[type, type] = {
 def convert(model: torch.nn.Module) -> None:
     """Make every BatchNorm of the model a synced BatchNorm, in place; its tensors and hooks stay."""
     for module in model.modules():
-        if type(module) not in _SYNCED:
-            continue
-        tensors = (*module.parameters(), *module.buffers(), *model.parameters())
-        on_device = bool(tensors) and has_synced_kernels(tensors[0].device)
-        if on_device and not isinstance(module, torch.nn.SyncBatchNorm):
-            module.__dict__["process_group"] = None
-        module.__dict__["plain"] = type(module)
-        module.__class__ = _SYNCED[torch.nn.SyncBatchNorm if on_device else type(module)]
+        if type(module) in _SYNCED:
+            module.__dict__["plain"] = type(module)
+            module.__class__ = _SYNCED[type(module)]
 
 
 def has_only_their_buffers(model: torch.nn.Module) -> bool:
