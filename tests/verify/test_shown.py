@@ -17,6 +17,7 @@ from verify.corpus import Forked
 
 import samestep
 from samestep.cli.verify import _show_table
+from samestep.verify.causes import suspects
 from samestep.verify.read import Run
 from samestep.verify.record.facts import numbers_in
 from samestep.verify.record.outputs import Outputs
@@ -154,3 +155,11 @@ def test_a_saved_file_is_noted_by_its_numbers_without_what_is_compared_at_each_s
         "['best']['epoch'] = 2",
         "['predictions'][0] = 2 numbers, norm 2, of its first half 0",
     ]
+
+
+@pytest.mark.parametrize("kind", ["failed", "samples"])
+def test_a_failure_that_comes_and_goes_is_not_put_down_to_what_samples_draw(kind: str) -> None:
+    serial = Run(1, 0, [[]], [{"serial": True}], Path(), [{}])
+    failed = Run(2, 1, [[], []], [{}, {}], Path(), [{}, {}], "OSError: no space left")
+    most_certain = next(suspects(Compared(serial, failed, Difference(kind, None, None, ""))))
+    assert (most_certain.removed == "augment") == (kind != "failed")

@@ -46,7 +46,8 @@ def unstable(run: Run) -> list[Cause]:
 def suspects(compared: Compared) -> Iterator[Cause]:
     """Possible causes of a difference between two sizes, the most certain first."""
     first, other = compared.first, compared.run
-    if first.is_untouched:
+    # a failure that is gone in another run is not gone because of what samples draw
+    if first.is_untouched and compared.kind != "failed":
         yield Cause(remedies.AUGMENTED, "augment", is_harmless=True)
     if foreign := other.fact("foreign"):
         yield Cause(f"the batches come from {foreign}; {SHOWN['foreign']}", "loaders")
