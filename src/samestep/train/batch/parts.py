@@ -5,8 +5,6 @@ whole draw is (5, 16, 3), and this rank's part is Part(1, Rows(mine=4, start=8, 
 """
 
 import itertools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +16,6 @@ from samestep.train.passes import Rows, Share
 
 # what is drawn, its dimensions, and the calls from the script's line down to it
 Line = tuple[str, int, tuple[Any, ...]]
-Memory = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,7 @@ class Part:
         before, after = tensor.shape[: self.dim], tensor.shape[self.dim + 1 :]
         return tensor.view(*before, -1, rows, self.after, *after)
 
-    def enlarged(
-        self, tensor: torch.Tensor, fill: float | None = None, memory: Memory | None = None
-    ) -> torch.Tensor:
+    def enlarged(self, tensor: torch.Tensor, fill: float | None = None) -> torch.Tensor:
         """A tensor of the whole draw's size; with `fill` it has these values in this rank's part, `fill` elsewhere."""
         sizes = list(tensor.shape)
         sizes[self.dim] = sizes[self.dim] // self.rows.mine * self.rows.all
@@ -58,8 +53,6 @@ class Part:
         wide = [[dim for dim in order if tensor.shape[dim] > 1] for order in (layout, known_layout)]
         if known_layout and wide[0] == wide[1]:
             layout = known_layout
-        if memory is not None:
-            return _in_memory(memory, sizes, layout, tensor)
         whole = torch.empty_permuted(sizes, layout, dtype=tensor.dtype, device=tensor.device)
         if fill is None:
             return whole
@@ -81,18 +74,6 @@ class Part:
 
 # for a draw without a batch dimension: all ranks make the same draw and use all of it
 FOR_ALL = Part(-1, Rows(0, 0, 0))
-
-
-def _in_memory(
-    memory: Memory, sizes: Sequence[int], layout: Sequence[int], like: torch.Tensor
-) -> torch.Tensor:
-    """A tensor in memory that is used again: a new allocation would cost as much as a part of the draw."""
-    count = math.prod(sizes)
-    kept = memory.get((like.dtype, like.device))
-    if kept is None or kept.numel() < count:
-        kept = memory[like.dtype, like.device] = torch.empty(count, dtype=like.dtype, device=like.device)
-    view = kept[:count].view([sizes[dim] for dim in layout])
-    return view.permute([layout.index(dim) for dim in range(len(layout))])
 
 
 def part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:

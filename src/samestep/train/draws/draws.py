@@ -20,7 +20,7 @@ import torch
 from samestep.text import name_ranks
 from samestep.train import streams
 from samestep.train.batch.mixing import arguments_of
-from samestep.train.batch.parts import FOR_ALL, Line, Memory, Part, Places, of_permutation
+from samestep.train.batch.parts import FOR_ALL, Line, Part, Places, of_permutation
 from samestep.train.batch.sizes import Place
 from samestep.train.batch.watching import Watching
 from samestep.train.draws.host import DrawsOfHost, OneByOne
@@ -64,7 +64,6 @@ class Draws(Member):
         self._places = Places()
         self._one_by_one = OneByOne(self._share_drawn, self.say_other)
         self._of_host = DrawsOfHost(self._share_drawn, self._part_by_shape, self._one_by_one, self.say_other)
-        self._memory: Memory = {}
         self._skipping = Skipping()
 
     def begin(self) -> None:
@@ -87,7 +86,6 @@ class Draws(Member):
             self._library._destroy()  # type: ignore[no-untyped-call]
             self._of_host.close()
             self.active = False
-            self._memory.clear()
 
     def adopt_first(self) -> None:
         """Collective. Go on in rank 0's random streams."""
@@ -158,8 +156,7 @@ class Draws(Member):
             with self._quiet():
                 if self._skipping.drew(name, tensor, part, draw):
                     return tensor
-            whole = part.enlarged(tensor, memory=self._memory)
-            return tensor.copy_(part.of(original(whole, *args, **kwargs)))
+            return tensor.copy_(part.of(original(part.enlarged(tensor), *args, **kwargs)))
 
         return fill
 
