@@ -31,14 +31,14 @@ class Images(Dataset):
         return self.images[at], at % 10
 
 
-for seconds, count in ((0.0, 960), (0.01, 192)):
+for seconds, count in ((0.0, 2400), (0.01, 240)):
     net = nn.Sequential(
         nn.Conv2d(3, wide, 3), nn.ReLU(), nn.Conv2d(wide, wide, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
         nn.Flatten(), nn.Linear(wide, 10),
     )  # fmt: skip
     model = samestep.replicate(net.to(world.device))
     optimizer = torch.optim.AdamW(model.parameters())
-    train = samestep.loader(Images(seconds, count), count // 10, shuffle=True, seed=0)
+    train = samestep.loader(Images(seconds, count), 24, shuffle=True, seed=0)
     for _ in train.epochs(2):
         synchronize(world.device)
         meter = joined().the(Meter)
@@ -52,7 +52,8 @@ for seconds, count in ((0.0, 960), (0.01, 192)):
     sums = [now - then for now, then in zip(meter.times.sums, before, strict=True)]
     parts = dict(zip(PARTS, sums, strict=True))
     measured, data = sum(sums) / took, (parts["data"] + parts["copy"]) / took
-    assert 0.9 < measured < 1.03, (measured, took, parts)
+    # the last step of the first epoch may be read in the second
+    assert 0.9 < measured < 1.03 + 24 / count, (measured, took, parts)
     assert (data > 0.6) == (seconds > 0), (parts, took)
     if world.rank == 0:
         print(f"{measured:.3f} of the time in parts, {data:.0%} is data; a sample takes {1e3 * seconds:g} ms")

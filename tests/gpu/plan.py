@@ -28,6 +28,7 @@ Install one for the driver, of the newest CUDA that nvidia-smi names; cu126 is t
     .venv/bin/python -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126
 or name a Python whose torch can use it: make gpu PYTHON=python3
 To try the scripts on the cores all the same: make gpu CUDA_VISIBLE_DEVICES="""
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "4", "-p", "no:benchmark", "tests/train/model"]
 SANITIZED = {"TORCH_CUDA_SANITIZER": "1"} if ON_GPU else {}
 
 
@@ -67,7 +68,7 @@ def of_one() -> Iterator[Check]:
     yield Check("the serial script's numbers with same=True", [on_ranks(1, "scripts.py")], {}, 600)
     yield Check("beside plain torch", [on_ranks(1, "speed.py")], {}, 300)
     device = {"SAMESTEP_TEST_DEVICE": "cuda" if ON_GPU else "cpu", **GLOO}
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "tests/train/model", "-k", "2-ranks"]
+    tests = [*PYTEST, "-k", "2-ranks"]
     yield Check("training tests, two ranks", [tests], device, 480)
 
 
@@ -85,17 +86,7 @@ def of_many(count: int) -> Iterator[Check]:
     yield Check("a loss that is nan", [on_ranks(count, "lost.py")])
     yield Check("beside DistributedDataParallel", [on_ranks(count, "speed.py")], {}, 300)
     device = {"SAMESTEP_TEST_DEVICE": "cuda" if ON_GPU else "cpu"}
-    tests = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:benchmark",
-        "tests/train/model",
-        "-k",
-        f"{min(count, 3)}-ranks",
-    ]
+    tests = [*PYTEST, "-k", f"{min(count, 3)}-ranks"]
     yield Check("training tests over NCCL", [tests], device, 480)
 
 

@@ -120,7 +120,7 @@ def test_one_value_per_channel_in_the_whole_batch_is_an_error(world):
 
 def test_a_batch_that_every_rank_has_counts_once(world):
     model, plain = samestep.replicate(made(), sync_batchnorm=True), made()
-    fixed = torch.rand(5, 3, 4, generator=torch.Generator().manual_seed(1)).double()
+    fixed = torch.rand(5, 3, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(1)).double()
     for x in (*(x for (x,) in samestep.loader(data(8), 8)), fixed):
         model(x)
     for x in (data(8).tensors[0], fixed):
@@ -132,7 +132,7 @@ def test_a_batch_that_every_rank_has_counts_once(world):
 def test_shares_that_are_alike_by_chance_count_each_of_their_samples(world):
     """As a token that is expanded to the batch: all ranks have the same statistics, and each a share."""
     model, plain = samestep.replicate(made(), sync_batchnorm=True), made()
-    row = torch.rand(3, 4, generator=torch.Generator().manual_seed(1)).double()
+    row = torch.rand(3, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(1)).double()
     alike = torch.stack([row] * 6)
     for (x,) in samestep.loader(TensorDataset(alike), 6):
         model(x)

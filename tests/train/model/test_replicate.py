@@ -205,7 +205,7 @@ def test_compiled_before_or_after_replicate_or_in_place_a_model_has_the_serial_g
         for compile_it in (compiled, compiled_in_place):
             assert torch.allclose(gradient(compile_it(samestep.replicate(made()))), expected, rtol=1e-9)
             assert torch.allclose(gradient(samestep.replicate(compile_it(made()))), expected, rtol=1e-9)
-    torch._dynamo.reset()
+        torch._dynamo.reset()
 
 
 def test_hooks_run_once_for_each_call(world):
@@ -227,7 +227,7 @@ def test_hooks_run_once_for_each_call(world):
         (lambda y: {"y": y, "more": {"none": None}}, lambda out: out["y"]),
         (lambda y: Pair(y, "text"), lambda out: out.y),
         (lambda y: Output(y), lambda out: out.y),
-        (lambda y: nn.utils.rnn.pack_sequence([y]), lambda out: out.data),
+        (lambda y: nn.utils.rnn.pack_padded_sequence(y[:, None], [len(y)]), lambda out: out.data),
     ],
     ids=["tuple", "list", "dict", "namedtuple", "dataclass", "packed"],
 )

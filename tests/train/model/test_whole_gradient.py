@@ -219,7 +219,7 @@ def test_a_compiled_model_that_returns_its_loss_is_weighed_once(world):
         warnings.simplefilter("ignore")  # dynamo hides its own, where they are no errors
         for (x,) in samestep.loader(TensorDataset(rows(11)), 11):
             model(x).backward()
-    torch._dynamo.reset()
+        torch._dynamo.reset()
     for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, wanted.grad)
 
