@@ -141,7 +141,9 @@ def is_users(file: str) -> bool:
 def stack_of(frame: FrameType | None) -> Iterator[Frame]:
     """This frame and those that called it, the innermost first."""
     while frame:
-        yield Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        code = frame.f_code
+        # an instruction that Python has added may have no line, which another thread can see
+        yield Frame(code.co_filename, frame.f_lineno or code.co_firstlineno, code.co_name)
         frame = frame.f_back
 
 

@@ -95,17 +95,27 @@ class MutualWatch:
         return int(self._tree.stored.get(key, mine))
 
     def _run(self) -> None:
+        failed = False
         while not self._closed.wait(self._look_s):
-            lost = self._tree.lost  # who is lost may have told an exit code before
-            with self._speaks:
-                self._hear()
-            if not lost:
-                self._look()
-            elif (state := self._state()).waits_now and state.seconds > LEAST_S:
-                # as where a child of the lost rank keeps its connections of torch's open
-                (state,) = named_models([state])
-                say(f"rank {state.rank} is ended in {state.wait}: {lost}")
-                self._group.leaving.end(1)
+            try:
+                self._look_around()
+                failed = False
+            except Exception:  # reading the stack of a thread that runs may fail, but not twice in a row
+                if failed:
+                    raise
+                failed = True
+
+    def _look_around(self) -> None:
+        lost = self._tree.lost  # who is lost may have told an exit code before
+        with self._speaks:
+            self._hear()
+        if not lost:
+            self._look()
+        elif (state := self._state()).waits_now and state.seconds > LEAST_S:
+            # as where a child of the lost rank keeps its connections of torch's open
+            (state,) = named_models([state])
+            say(f"rank {state.rank} is ended in {state.wait}: {lost}")
+            self._group.leaving.end(1)
 
     def _hear(self) -> None:
         for rank, told in self._tree.take_news(_news_from):
