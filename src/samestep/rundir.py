@@ -27,7 +27,7 @@ SLOTS = ("SAMESTEP_SLOT_A", "SAMESTEP_SLOT_B")
 CHECKPOINTED = 75  # the exit code that requests a restart
 STARTED, RESULT = "run.json", "result.json"
 EXIT_BYTE = (
-    "exit-byte"  # a file: rank 0's exit code as the C library wrote it, where no launcher of ours started it
+    "exit-byte"  # a file: rank 0's exit code, from the C library, where no launcher of ours started it
 )
 STOP = "stop"  # a file that asks a run to commit, to end, and not to be restarted
 TIME_UP = "time-is-up"  # a file: the run ended because its job's time was up

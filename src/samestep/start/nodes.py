@@ -192,8 +192,9 @@ class Launchers:
         path = Path(name)
         self.run_name = path.name
         for _ in range(10):
-            is_seen = run or (path.is_dir() and os.listdir(path) and read_record(path / STARTED) == record)
-            if is_seen:
+            if is_seen := run or (
+                path.is_dir() and os.listdir(path) and read_record(path / STARTED) == record
+            ):
                 break
             time.sleep(0.1)
         blind = [host for host in self._gather("" if is_seen else os.uname().nodename, printable) if host]
