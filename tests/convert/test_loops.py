@@ -1,5 +1,6 @@
 """`samestep convert` follows what branches, parameters and earlier batches leave in a loop, and what makes pairs."""
 
+import pytest
 from convert.test_convert import BEGIN, METER, STEP, _after, _of, _place  # noqa: F401
 
 LOSS = "    loss.backward()\n    optimizer.step()\n"
@@ -94,3 +95,22 @@ def test_a_name_that_is_not_used_any_more_is_left_out_of_its_import():
     assert "from torch.utils.data import TensorDataset\n" in _after(f"{BEGIN}for x, y in train:\n{STEP}")
     used = f"{BEGIN}assert isinstance(train, DataLoader)\nfor x, y in train:\n{STEP}"
     assert "from torch.utils.data import DataLoader, TensorDataset\n" in _after(used)
+
+
+MOVED = "    x = x.to(device)\n    loss = F.cross_entropy(model(x), y.to(device))\n" + LOSS
+
+
+@pytest.mark.parametrize(
+    ("before", "stays"),
+    [
+        ("", False),
+        ("    count = len(x) + y.size(0)\n", False),
+        ("    x = x + torch.randn_like(x)\n", True),
+        ("    seen.append(y.numpy())\n", True),
+    ],
+    ids=["moved-first", "only-its-size", "noise-on-the-host", "to-numpy"],
+)
+def test_a_batch_that_the_script_uses_before_it_moves_it_stays_on_the_host(before, stays):
+    text = f"{BEGIN}device = torch.device('cuda')\nseen = []\nfor x, y in train:\n{before}{MOVED}"
+    assert ("on_device=False)" in _after(text)) == stays
+    assert "on_device" not in _after(text.replace("x.to(device)", "x").replace("y.to(device)", "y"))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from samestep.convert.files import finish
 from samestep.convert.follow import Follower, follow
+from samestep.convert.moves import leave_on_host
 from samestep.convert.project import Findings, Site
 from samestep.convert.source import Source
 from samestep.convert.totals import MADE_OF_SHARE, TOTALS
@@ -70,6 +71,7 @@ def convert(script: Path, is_written: bool = False) -> Conversion:
     followed = follow(read(script), find)
     _replicate(followed, sources[script])
     findings = followed.findings
+    leave_on_host(findings, sources.values())
     for source in sources.values():
         _leave_alone(findings, source)
         finish(followed, source, is_script=source.path == script)

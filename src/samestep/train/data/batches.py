@@ -172,7 +172,7 @@ def on_device(
     pins: copy from pinned memory, which does not block the script.
     """
     if device.type == "cpu":
-        yield from batches
+        yield from (map_tensors(_pinned, batch, movable=True) for batch in batches) if pins else batches
         return
     waiting: tuple[Any, torch.Event] | None = None
     for batch in batches:
@@ -193,12 +193,17 @@ def on_device(
 
 def _moved(batch: Any, device: torch.device, pins: bool) -> Any:
     def move(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return (item.pin_memory() if pins and hasattr(item, "pin_memory") else item).to(device)
-        is_on_host = item.device.type == "cpu" and item.layout == torch.strided
-        return moved(item.pin_memory() if pins and is_on_host else item, device)
+        item = _pinned(item) if pins else item
+        return moved(item, device) if isinstance(item, torch.Tensor) else item.to(device)
 
     return map_tensors(move, batch, movable=True)
+
+
+def _pinned(item: Any) -> Any:
+    """A tensor of the host, or an object with a method for it, in pinned memory; others as they are."""
+    is_tensor = isinstance(item, torch.Tensor)
+    can_be = item.device.type == "cpu" and item.layout == torch.strided if is_tensor else True
+    return item.pin_memory() if can_be and hasattr(item, "pin_memory") else item
 
 
 def _arrived(batch: Any, arrived: torch.Event, device: torch.device) -> Any:

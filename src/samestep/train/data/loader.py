@@ -69,7 +69,8 @@ def loader(
     seed: of the order, and of what samples draw at random. Default None: the order is drawn from the script's own
         random stream, as torch's DataLoader draws it.
     **options: passed on to torch's DataLoader, with its defaults: num_workers, collate_fn, sampler, batch_sampler, …
-        num_workers="auto" makes as many as this process has cores to itself (on CPU one less).
+        num_workers="auto" makes as many as this process has cores to itself (on CPU one less). on_device=False
+        leaves batches where the samples are, for a script that uses them before it moves them.
 
     Returns a Loader. Iterate it for batches; `len()` is the number of steps; `epochs(n)` gives the epochs still to
     do; `state_dict()` says where it is. Each pass is the next epoch. Raises UsageError if an argument cannot be used,
@@ -140,6 +141,7 @@ class Loader(Generic[Item]):
         if seed is not None and type(seed := share.as_int(seed)) is not int:
             raise UsageError(f"seed {seed!r} is not an integer; write for instance seed=0")
         check_dataset(dataset)
+        self._device = world.device if options.pop("on_device", True) else torch.device("cpu")
         check_options(options)
         self.dataset = dataset
         self.batch_size = batch_size
@@ -160,7 +162,8 @@ class Loader(Generic[Item]):
         self._reads_ahead = reads_ahead(options)
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
         # elsewhere torch may fail at pinning
-        self._pins = options["pin_memory"] = overlaps(world.device) and bool(options.get("pin_memory", True))
+        self._pins = overlaps(world.device) and bool(options.get("pin_memory", self._device == world.device))
+        options["pin_memory"] = self._pins
         self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
         self._source = None if isinstance(self._order, Stream) else source_of(dataset, options, world)
         self.spare_workers = spare_workers(self._source, world)
@@ -373,7 +376,7 @@ class Loader(Generic[Item]):
         draws = not isinstance(order, torch.Tensor) or self._source is None or self._source.collates
         side = None if draws and not self._reads_ahead else self._group.the(SideStreams).of_copies
         batches = source.batches(plan, this.epoch, this.seed)
-        return self._in_phase_data(on_device(batches, self._world.device, side, pins=self._pins))
+        return self._in_phase_data(on_device(batches, self._device, side, pins=self._pins))
 
     def _in_phase_data(self, items: Iterator[Any]) -> Iterator[Any]:
         """Yield the items; while one is read, its random draws are not the script's."""

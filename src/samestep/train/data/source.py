@@ -39,7 +39,9 @@ class Data(Protocol[Item]):
 
 
 class Options(TypedDict, total=False):
-    """The options of torch's DataLoader that a loader passes on."""
+    """on_device, and the options of torch's DataLoader that a loader passes on."""
+
+    on_device: bool
 
     sampler: Iterable[int] | None
     batch_sampler: Iterable[Sequence[int]] | None
