@@ -26,9 +26,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 SLOTS = ("SAMESTEP_SLOT_A", "SAMESTEP_SLOT_B")
 CHECKPOINTED = 75  # the exit code that requests a restart
 STARTED, RESULT = "run.json", "result.json"
-EXIT_BYTE = (
-    "exit-byte"  # a file: rank 0's exit code, from the C library, where no launcher of ours started it
-)
+EXIT_BYTE = "exit-byte"  # a file: rank 0's exit code, where no launcher of ours started it
 STOP = "stop"  # a file that asks a run to commit, to end, and not to be restarted
 TIME_UP = "time-is-up"  # a file: the run ended because its job's time was up
 # The phases that are waits: a rank leaves them only when all other ranks have reached them too.

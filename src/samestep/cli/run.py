@@ -33,9 +33,7 @@ _KEPT = "every rank's output is kept in the run's logs"
 _NOT_OFFERED = {
     "--numa-binding": "every process has cores of its own",
     "--virtual-local-rank": "every process is told its device by LOCAL_RANK",
-    "--logs-specs": _KEPT,
-    "--duplicate-stdout-filters": _KEPT,
-    "--duplicate-stderr-filters": _KEPT,
+    **dict.fromkeys(("--logs-specs", "--duplicate-stdout-filters", "--duplicate-stderr-filters"), _KEPT),
     # of torch 2.14
     "--log-line-prefix-template": "--tee begins every line with its rank",
     "--print-completion": "`samestep completion` prints it",

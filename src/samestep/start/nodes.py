@@ -192,9 +192,8 @@ class Launchers:
         path = Path(name)
         self.run_name = path.name
         for _ in range(10):
-            if is_seen := run or (
-                path.is_dir() and os.listdir(path) and read_record(path / STARTED) == record
-            ):
+            is_seen = run or (path.is_dir() and os.listdir(path) and read_record(path / STARTED) == record)
+            if is_seen:
                 break
             time.sleep(0.1)
         blind = [host for host in self._gather("" if is_seen else os.uname().nodename, printable) if host]
