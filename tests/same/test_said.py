@@ -81,8 +81,8 @@ PADDED = (
 TRAINED = "model(x, 0).square().mean().backward()"
 NOISE = f"noise = {{}}; x = x + torch.tensor(noise)[:, None].float(); {TRAINED}"
 MADE = (
-    "n, s = 0, 0.0; made, kept = torch.randn(4, 4), torch.randn(8, 4); mean = torch.ones(4) / 3; "
-    "drawn = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))"
+    "n, s = 0, 0.0; kept = torch.randn(8, 4); mean = torch.ones(4) / 3; "
+    "made, drawn = (torch.randn(4, 4, generator=torch.Generator().manual_seed(n)) for n in (world.rank, 0))"
 )
 IMPORTED = "0); from numpy.random import normal; (0"
 OF_RANK = "g = torch.Generator().manual_seed(world.rank); shift = {}"
@@ -227,7 +227,7 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         (PADDED, ""),
     ],
     ids=[
-        *("drawn-after-replicate", "drawn-alike"),
+        *("drawn-by-rank", "drawn-alike"),
         *("flipped", "turned-by-numpy", "pairs", "normalized", "product", "late-pairs", "pairs-at-times", "detached"),
         *("read", "read-later", "adapted", "invariant", "invariant-number", "easy-samples", "one-with-all"),
         *("losses-one-by-one", "a-mean-of-a-mask", "features"),
