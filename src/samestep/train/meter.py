@@ -18,7 +18,7 @@ from samestep.rendezvous.member import say
 from samestep.rundir import step_times_of
 from samestep.steptimes import PARTS, StepTimes, breakdown, read_step_times
 from samestep.text import name_ranks
-from samestep.train.group.device import overlaps
+from samestep.train.group.device import number_on_host, overlaps
 from samestep.train.group.group import Group, Member
 from samestep.train.passes import Pass, Share
 from samestep.train.profile import Profile
@@ -250,8 +250,7 @@ class _DeviceClock(_Clock):
         if loss.device.type == "cpu":
             return super().read(loss, step)
         free = self._free.setdefault(loss.dtype, [])
-        is_pinned = loss.device.type == "cuda"
-        host = free.pop() if free else torch.empty((), dtype=loss.dtype, device="cpu", pin_memory=is_pinned)
+        host = free.pop() if free else number_on_host(loss)
         self._losses.append((host.copy_(loss.reshape(()), non_blocking=True), step))
 
     def _finish(self, marks: _Marks, facts: _Facts) -> None:

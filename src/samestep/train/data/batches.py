@@ -165,7 +165,7 @@ def content(sample: Any) -> bytes:
 
 
 def on_device(
-    batches: Iterator[Any], device: torch.device, side: torch.Stream | None, *, pins: bool
+    batches: Iterator[Any], device: torch.device, side: torch.Stream | None, *, pins: bool = False
 ) -> Iterator[Any]:
     """The batches on the device; with a side stream a batch is copied while the batch before it is used.
 
@@ -191,7 +191,7 @@ def on_device(
         yield _arrived(*waiting, device)
 
 
-def _moved(batch: Any, device: torch.device, pins: bool) -> Any:
+def _moved(batch: Any, device: torch.device, pins: bool = False) -> Any:
     def move(item: Any) -> Any:
         item = _pinned(item) if pins else item
         return moved(item, device) if isinstance(item, torch.Tensor) else item.to(device)

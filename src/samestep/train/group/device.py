@@ -93,6 +93,11 @@ def on_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return host
 
 
+def number_on_host(like: torch.Tensor) -> torch.Tensor:
+    """Room for a number, to which a copy from the device does not wait."""
+    return torch.empty((), dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
+
+
 def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
