@@ -9,7 +9,7 @@ from samestep.train.batch.parts import Part
 _Draw = Callable[[torch.Tensor, torch.Generator | None], object]
 # these take the same count of the generator's values for every value that they draw
 _STEADY = ("bernoulli_.float", "uniform_", "exponential_")
-_AT_ONCE = 1 << 18
+_AT_ONCE = 1 << 15
 
 
 class Skipping:
@@ -38,10 +38,12 @@ class Skipping:
 
 
 def _skip(count: int, generator: torch.Generator | None = None) -> None:
-    """Let the CPU's generator skip `count` of its own values."""
-    numbers = torch.empty(min(count, _AT_ONCE), dtype=torch.uint8, device="cpu")
-    for at in range(0, count, _AT_ONCE):
-        numbers[: count - at].random_(generator=generator)
+    """Let the CPU's generator skip `count` of its own values; an integer of 64 bits takes two of them."""
+    pairs, single = divmod(count, 2)
+    numbers = torch.empty(min(pairs, _AT_ONCE), dtype=torch.int64, device="cpu")
+    for at in range(0, pairs, _AT_ONCE):
+        numbers[: pairs - at].random_(generator=generator)
+    torch.empty(single, dtype=torch.int32, device="cpu").random_(generator=generator)
 
 
 def _own_numbers(draw: _Draw, dtype: torch.dtype) -> int:
