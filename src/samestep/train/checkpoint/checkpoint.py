@@ -329,8 +329,10 @@ class Checkpoint:
         self.steps = self._asked_at = int(own["step"])
         self._meter.counted = self.steps
         self._common.decided(is_first=True)
+        replicas = self._group.the(Replicas)
+        replicas.part()  # now, or the first batch would do it after the streams are restored
         # ranks with equal streams all continue rank 0's
-        alike = self._group.the(Replicas).exact or self._group.the(Draws).active
+        alike = replicas.exact or self._group.the(Draws).active
         kept, rank = own["streams"], 0 if alike else self._world.rank
         if rank < len(kept):
             streams.restore(kept[rank])
