@@ -53,9 +53,11 @@ SAMPLE = {
     "stream_shuffled": (2, 3),
 }
 CASES = dict.fromkeys(sorted(corpus.SCRIPTS), SIZES) if LONG else SAMPLE
-# these take more than six seconds at one of their sizes
+# these take longest at one of their sizes
 _SLOW = {
     "adversarial",
+    "checkpointed",
+    "class_token",
     "encoder_sequence_first",
     "graphs_end_to_end",
     "lstm_batch_first",
