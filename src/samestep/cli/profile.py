@@ -15,7 +15,9 @@ from samestep.text import size
 
 
 @verb("samestep profile", allow_interspersed_args=False)
-@click.option("-n", "count", metavar="N", type=click.IntRange(1), help="Processes  [2, or the devices]")
+@click.option(
+    "-n", "count", metavar="N", type=click.IntRange(1), help="Processes  [one for each device, or 2]"
+)
 @click.option("--steps", default="20:25", metavar="A:B", help="Record steps A up to B - 1  [20:25]")
 @click.option("--ranks", metavar="0,3", help="Record these ranks  [all]")
 @click.option(

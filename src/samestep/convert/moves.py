@@ -6,7 +6,7 @@ CPU. samestep.loader would bring them to the device, so such a script gets `on_d
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from samestep.convert.project import Findings
 from samestep.convert.source import Edit, Source
@@ -26,13 +26,10 @@ def leave_on_host(findings: Findings, sources: Iterable[Source]) -> None:
                 findings.edit(_option(source, node))
 
 
-def _loops(findings: Findings, source: Source) -> Iterator[ast.For]:
-    for node in ast.walk(source.tree):
-        if (
-            isinstance(node, ast.For)
-            and findings.over.get((source, source.start(node), source.end(node))) == "batches"
-        ):
-            yield node
+def _loops(findings: Findings, source: Source) -> list[ast.For]:
+    """The loops over batches."""
+    loops = (node for node in ast.walk(source.tree) if isinstance(node, ast.For))
+    return [loop for loop in loops if findings.over.get(source.span(loop)) == "batches"]
 
 
 def _option(source: Source, node: ast.Call) -> Edit:
@@ -81,10 +78,7 @@ class _Moves:
                 return
             case ast.ListComp(elt=element) | ast.GeneratorExp(elt=element) | ast.DictComp(value=element):
                 generator = node.generators[0]
-                if (
-                    self._is_batch(generator.iter)
-                    or ast.unparse(generator.iter).partition(".")[0] in self._on_host
-                ):
+                if _names(generator.iter) & self._on_host:
                     inner = _names(generator.target)
                     self._on_host |= inner
                     self._look(element)

@@ -207,7 +207,7 @@ class Following:
         return str(self.source.path), node.lineno, node.col_offset, calls  # type: ignore[attr-defined]
 
     def span(self, node: ast.AST) -> Span:
-        return self.source, self.source.start(node), self.source.end(node)
+        return self.source.span(node)
 
     def seen_alike(self, node: ast.AST) -> None:
         """Note that an expression is equal on all ranks, if no part of it depends on a share."""

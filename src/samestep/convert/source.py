@@ -57,6 +57,9 @@ class Source:
     def end(self, node: ast.AST) -> int:
         return self._lines[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined, no-any-return]
 
+    def span(self, node: ast.AST) -> tuple["Source", int, int]:
+        return self, self.start(node), self.end(node)
+
     def text(self, node: ast.AST) -> str:
         return self.data[self.start(node) : self.end(node)].decode()
 

@@ -100,8 +100,7 @@ class Tree:
         Raises Late with the same ranks on every process that has come; RankMissing if a process is lost, has left, or
         sends what `read` refuses.
         """
-        self.rounds += 1
-        number = self.rounds
+        number = self.rounds = self.rounds + 1
         if number in self._late:
             raise self._failure_of(number) or self._missing(number, limit_s)
         parts = self._await_parts(number, self._children, limit_s)
@@ -242,14 +241,15 @@ class Tree:
         """Why a round cannot be completed any more; without a number, why a change cannot come back."""
         if self.lost is not None:
             return RankMissing(str(self.lost), ranks=self.lost.ranks)
-        gave_up = self._late.get(number, ())
-        gone = [rank for rank, (rounds, _) in self.left.items() if rounds < number or rank in gave_up]
-        if not number:
+        if number:
+            gave_up = self._late.get(number, ())
+            gone = [rank for rank, (rounds, _) in self.left.items() if rounds < number or rank in gave_up]
+        else:
             gone = [rank for rank in self.position.path if rank in self.left]
         if not gone:
             return None
-        at = ", ".join(sorted({f"at {place}" for number in gone if (place := self.left[number][1])}))
-        return RankMissing(f"{self._named(gone)} left before{at and ', '}{at}", ranks=gone)
+        where = "".join(sorted({f", at {place}" for rank in gone if (place := self.left[rank][1])}))
+        return RankMissing(f"{self._named(gone)} left before{where}", ranks=gone)
 
     def _named(self, numbers: Sequence[int]) -> str:
         """In words, with known hosts: number 0 knows all hosts, other processes those of their neighbours."""

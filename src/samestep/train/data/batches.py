@@ -201,9 +201,9 @@ def _moved(batch: Any, device: torch.device, pins: bool = False) -> Any:
 
 def _pinned(item: Any) -> Any:
     """A tensor of the host, or an object with a method for it, in pinned memory; others as they are."""
-    is_tensor = isinstance(item, torch.Tensor)
-    can_be = item.device.type == "cpu" and item.layout == torch.strided if is_tensor else True
-    return item.pin_memory() if can_be and hasattr(item, "pin_memory") else item
+    if isinstance(item, torch.Tensor) and (item.device.type != "cpu" or item.layout != torch.strided):
+        return item
+    return item.pin_memory() if hasattr(item, "pin_memory") else item
 
 
 def _arrived(batch: Any, arrived: torch.Event, device: torch.device) -> Any:
