@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,10 +159,10 @@ class Nest:
 
 def end_group(rank: Rank) -> None:
     """Kill a rank with the loader workers it forked, also where it has ended itself."""
-    try:
-        os.killpg(rank.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    for kill in (os.killpg, os.kill):  # a rank that was forked just now has no group of its own yet
+        if rank.code is None or kill is os.killpg:
+            with suppress(ProcessLookupError):
+                kill(rank.pid, signal.SIGKILL)
 
 
 def _load_torch() -> None:

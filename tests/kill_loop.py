@@ -137,7 +137,8 @@ def clear(nest: Nest, ranks: list[Rank], patience_s: float) -> None:
     nest.wait(ranks, patience_s)
     for rank in ranks:
         end_group(rank)
-    nest.wait(ranks)
+    if None in nest.wait(ranks, 20):
+        sys.exit("a rank outlived SIGKILL by 20 s, and would count as a slow recovery")
 
 
 def killed_until_done(run: Run, kinds: Iterator[str], left: int, draw: random.Random, tally: Tally) -> None:

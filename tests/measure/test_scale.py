@@ -237,6 +237,14 @@ def test_one_process_drives_all_devices_of_dataparallel(monkeypatch):
     assert both[1].env["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
+def test_a_switch_of_ddp_may_be_written_as_in_python():
+    on, off = variants([2], ["static_graph=True,False"], 1)
+    assert [json.loads(each.env["SAMESTEP_DDP"]) for each in (on, off)] == [
+        {"static_graph": True},
+        {"static_graph": False},
+    ]
+
+
 def test_throughput_and_step_of_a_row_agree():
     row = of_sizes(run_of(1, 0, 0.1), run_of(1, 1, 0.3))[0]
     assert row.throughput.value * row.step_s.value == pytest.approx(64)
@@ -250,6 +258,9 @@ def test_throughput_and_step_of_a_row_agree():
         ("launcher=make", "launcher=make is unknown; choose from run, torchrun, srun, mpirun"),
         ("method=fsdp", "method=fsdp is unknown; choose from ddp, dataparallel"),
         ("n=1,2", "write -n 1,2"),
+        ("bucket_cap=1,25", "names no setting; choose from launcher, backend, method, nodes, bucket_cap_mb"),
+        ("bucket_cap_mb=1,1e", "has a value that is not a number"),
+        ("static_graph=True,no", "static_graph=no is unknown; choose from true, false"),
         (
             "method=dataparallel",
             "method=dataparallel was not measured: it needs 2 devices, and 0 are visible",

@@ -30,7 +30,14 @@ from samestep.text import counted, duration
 
 LAUNCHERS = ("run", "torchrun", "srun", "mpirun")
 METHODS = ("ddp", "dataparallel")
-_CHOICES = {"launcher": LAUNCHERS, "method": METHODS}
+# options of DistributedDataParallel; _NUMBER takes a number and the others true or false
+_NUMBER = "bucket_cap_mb"
+_SWITCHES = (
+    *("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph", "init_sync"),
+    *("skip_all_reduce_unused_params", "check_reduction", "batched_grad_copy", "forward_sync_buffers"),
+)
+_NAMES = ("launcher", "backend", "method", "nodes", _NUMBER, *_SWITCHES)
+_CHOICES = {"launcher": LAUNCHERS, "method": METHODS, **dict.fromkeys(_SWITCHES, ("true", "false"))}
 # mpirun refuses root and more processes than it counts cores
 _MPI = dict.fromkeys(
     ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"), "1"
@@ -77,7 +84,7 @@ class Variant:
 
     @property
     def env(self) -> dict[str, str]:
-        env, ddp = dict(_MPI), {}
+        env, ddp = dict(_MPI), dict[str, float | bool]()
         if self.launcher[:1] == ["srun"]:  # not every Slurm binds a task to its cores
             env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(self.cores))
         for name, value in self.settings:
@@ -85,8 +92,8 @@ class Variant:
                 env[f"SAMESTEP_{name.upper()}"] = value
             elif name.isupper():
                 env[name] = value
-            elif name not in ("launcher", "nodes"):
-                ddp[name] = json.loads(value) if value[:1] in "0123456789-[tf" else value
+            elif name == _NUMBER or name in _SWITCHES:
+                ddp[name] = float(value) if name == _NUMBER else value == "true"
         if self.asked.get("method") == "dataparallel":
             env |= masked(os.environ, ",".join(map(str, range(self.size))))[0]
         return env | ({"SAMESTEP_DDP": json.dumps(ddp)} if ddp else {})
@@ -149,12 +156,19 @@ def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> lis
     choices = []
     for text in vary:
         name, _, values = text.partition("=")
+        values = values.lower() if name in _SWITCHES else values
         if not name or not all(values.split(",")):
             raise UsageError(
                 f"--vary {text} is not a name and its values; write for instance --vary bucket_cap_mb=1,25"
             )
         if name == "n":
             raise UsageError(f"--vary {text} names sizes; write -n {values}")
+        if not name.isupper() and name not in _NAMES:
+            raise UsageError(
+                f"--vary {text} names no setting; choose from {', '.join(_NAMES)}, or write a variable in capitals"
+            )
+        if name == _NUMBER and not all(value.replace(".", "", 1).isdecimal() for value in values.split(",")):
+            raise UsageError(f"--vary {text} has a value that is not a number; write for instance {name}=1,25")
         if unknown := set(values.split(",")).difference(_CHOICES.get(name, values.split(","))):
             raise UsageError(
                 f"--vary {name}={min(unknown)} is unknown; choose from {', '.join(_CHOICES[name])}"
