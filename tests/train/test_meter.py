@@ -237,6 +237,29 @@ def test_the_rank_with_the_first_loss_that_is_not_finite_is_named_once(run, rank
     assert "".join(lines).startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("cause", "says"), [("nan", "samestep: weight of Linear became nan"), ("scaler", "")]
+)
+def test_weights_that_became_nan_behind_finite_losses_are_said_once(run, cause, says):
+    source = """
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38, enabled=sys.argv[1] == "scaler")
+    for at, (x,) in enumerate(samestep.loader(data, 2)):
+        out = model(x)
+        is_last_of_rank_1 = at == 5 and world.rank == 1 and not scaler.is_enabled()
+        loss = out.sum() + (out - out).sqrt().sum() if is_last_of_rank_1 else out.sum()
+        assert loss.isfinite()
+        optimizer.zero_grad()
+        scaler.scale(loss * 1e3 if scaler.is_enabled() else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+    codes, said = run(source, 2, cause)
+    assert codes == [0, 0], said
+    lines = [line for text in said for line in text.splitlines() if " nan" in line]
+    assert len(lines) == bool(says), said
+    assert "".join(lines).startswith(says)
+
+
 def test_steps_after_a_pass_that_was_left_are_counted(run, tmp_path):
     for folder in ("pulse", "logs"):
         (tmp_path / "run" / folder).mkdir(parents=True)

@@ -308,8 +308,10 @@ def test_what_cannot_be_gathered_or_added_says_what_can_also_to_one_process(worl
         UsageError, match=r"gather joins tensors with a first dimension and lists, not a number;"
     ):
         samestep.gather(1.0)
-    with pytest.raises(UsageError, match=r"not float32\[\]"):
+    with pytest.raises(UsageError, match=r"not float32\[\]; use x\[None\]"):
         samestep.gather(torch.tensor(1.0))
+    with pytest.raises(UsageError, match="not Normal; gather the tensors that it holds"):
+        samestep.gather(torch.distributions.Normal(torch.zeros(2), torch.ones(2)))
     with pytest.raises(
         UsageError, match=r"samestep.sum adds tensors and numbers, not list; gather collects lists"
     ):

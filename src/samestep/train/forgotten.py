@@ -40,6 +40,7 @@ class Evaluations(Member, Subscriber):
         self._count = self._backwards = 0
         self._backwards_before = weakref.WeakKeyDictionary[Pass, int]()
         group.watch(lambda: self._count, self._unlike_counts)
+        self._barrier_of_torch, dist.barrier = dist.barrier, self._barrier
 
     def pass_ends(self, ended: Pass) -> None:
         if ended.training and self._backwards > self._backwards_before.get(ended, -1):
@@ -65,22 +66,30 @@ class Evaluations(Member, Subscriber):
 
     def pass_begins(self, begun: Pass) -> None:
         if begun.training:
-            self.close()
+            self._say_if_untotalled()
             self._backwards_before[begun] = self._backwards
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Context manager: what samestep itself exchanges is no total of the script."""
+        """Context manager: a barrier, and what samestep itself exchanges, is no total of the script."""
         is_due = self._totals() == self._totals_before
         yield
         if is_due:
             self._totals_before = self._totals()
+
+    def _barrier(self, *args: Any, **kwargs: Any) -> Any:
+        with self.undisturbed():
+            return self._barrier_of_torch(*args, **kwargs)
 
     def phase_begins(self, phase: str, call: str) -> None:
         if phase in ("backward", "optimizer"):
             self._backwards += 1
 
     def close(self) -> None:
+        dist.barrier = self._barrier_of_torch
+        self._say_if_untotalled()
+
+    def _say_if_untotalled(self) -> None:
         if self._text and self._totals() == self._totals_before:
             self.group.say(self._text, what="no total")
         self._text = ""

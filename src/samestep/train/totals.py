@@ -100,7 +100,7 @@ def gather(value: Value) -> Value:
     for leaf in named.values():
         if not isinstance(leaf, list | tuple) and not (isinstance(leaf, torch.Tensor) and leaf.dim()):
             raise UsageError(
-                f"gather joins tensors with a first dimension and lists, not {_kind(leaf)}; use [x]"
+                f"gather joins tensors with a first dimension and lists, not {_kind(leaf)}; {_listed(leaf)}"
             )
     if joined().world.size == 1:
         return value
@@ -319,6 +319,13 @@ def _read(named: Mapping[str, Any], head: Sequence[Any], data: Iterator[bytes]) 
         else:
             leaves[name] = sums.read(shape_or_value)
     return leaves
+
+
+def _listed(leaf: Any) -> str:
+    """What to gather instead of a value that has no first dimension."""
+    if isinstance(leaf, torch.Tensor):
+        return "use x[None]"
+    return "use [x]" if isinstance(leaf, Real | str | bytes | None) else "gather the tensors that it holds"
 
 
 def _kind(leaf: Any, rows: bool = False) -> str:

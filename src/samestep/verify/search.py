@@ -16,7 +16,7 @@ from samestep.verify.trajectory import SOFT, Compared, first_fact, follow
 _MOST_CAUSES = 8
 _MOST_LINES = 2
 _IsEnough = Callable[[Sequence[Cause]], bool]
-_DRAWN = "draw them before replicate"  # data that each rank draws for itself
+_DRAWN = "draw them before the first batch"  # data that each rank draws for itself
 _COLLATED = "batches that collate_fn makes of a share (padding, a mean)"
 _SCALE = "scale="  # hides the difference, whatever its cause
 

@@ -47,7 +47,7 @@ from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
 Kind = TypeVar("Kind", bound="Loader[Any]")
-_DRAWN_ALIKE = "seed what draws them alike on every rank, and draw them before replicate, or with same=True"
+_DRAWN_ALIKE = "seed what draws them on every rank, and draw them before the first batch, or with same=True"
 
 
 def loader(

@@ -9,8 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from samestep.errors import RanksDiffer, UsageError
 from samestep.text import name_ranks
+from samestep.train.group.device import on_host
 from samestep.train.group.group import Group, Member
 from samestep.train.model.replicas import Replicas, first_unlike, sums_of
 from samestep.train.passes import Pass, Share
@@ -66,11 +69,24 @@ class Divergence(Member, Subscriber):
                 differing = first_unlike(replica.equal_tensors(), ranks)
                 name, column = differing or ("a parameter added later", ranks)
                 raise _difference(name, column, f"between steps {since} and {step}")
+            self._say_if_nan(replica.model, f"between steps {since} and {step}")
         self._since = time.monotonic()
         self._took_s = min(self._took_s, self._since - began)
         if step == _DECIDED:
             steps = _AND_AFTER * self._took_s / step_s
             self._every = pace(max(self.group.all_gather("samestep's comparison of replicas", steps)))
+
+    def _say_if_nan(self, model: torch.nn.Module, when: str) -> None:
+        """Print that the model's weights are nan, on all ranks: the average of gradients carries it to all of them."""
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        for name, total in zip(trained, on_host(weight.sum() for weight in trained.values()), strict=True):
+            if total.isnan():
+                self.group.say(
+                    f"{name} of {type(model).__name__} became nan {when}, as it does where a loss or one rank's "
+                    "gradient of a finite loss is nan, such as that of sqrt at 0; "
+                    "torch.autograd.set_detect_anomaly(True) names the operation",
+                    what="lost",
+                )
 
 
 def pace(steps: float) -> int:
