@@ -17,9 +17,9 @@ def test_skipping_draws_the_rows_of_the_whole_draw_or_nothing(name, dtype, rows)
 
     (start, mine), skipping = rows, Skipping()
     torch.manual_seed(1)
-    whole, after = draw(torch.empty(7 * 3, 5, dtype=dtype), None), torch.rand(1)
+    whole, after = draw(torch.empty(7 * 3, 101, dtype=dtype), None), torch.rand(1)
     torch.manual_seed(1)
-    before, part = torch.get_rng_state(), torch.empty(mine * 3, 5, dtype=dtype)
+    before, part = torch.get_rng_state(), torch.empty(mine * 3, 101, dtype=dtype)
     drew = skipping.drew(name, part, Part(0, Rows(mine, start, 7), after=3), draw)
     # normal numbers are made in pairs, and others where there are fewer than 16
     assert drew == (name != "normal_")
