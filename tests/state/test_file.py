@@ -1,6 +1,5 @@
 """A state comes back from its file exactly, or not at all and with the reason."""
 
-import json
 import math
 import os
 import re
@@ -8,7 +7,6 @@ import struct
 import subprocess
 import sys
 from collections import Counter, OrderedDict, namedtuple
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -38,28 +36,8 @@ def there_and_back(tmp_path, state):
     return capture.read(write(tmp_path / "state", state))[0]
 
 
-def seal(header, blobs=(), *, version=2, count=None, length=None, size=None, sealing=bytes(64)):
-    """A file whose digests are right whatever its header says, as a forger would make it."""
-    bulk = b"".join(blob + bytes(-len(blob) % 64) for blob in blobs)
-    digests = b"".join(digest(digest(blob, b"piece") if blob else b"", b"blob") for blob in blobs)
-    start = -(-(128 + len(header) + len(digests)) // 64) * 64
-    count = len(blobs) if count is None else count
-    length = len(header) if length is None else length
-    sealed = struct.pack("<8sIIQQ", b"samestep", version, count, length, size or start + len(bulk)) + sealing
-    root = digest(sealed + header + digests, b"root")
-    return (sealed + root + header + digests).ljust(start, b"\0") + bulk
-
-
-def digest(data, level):
-    return blake2b(data, digest_size=32, person=level).digest()
-
-
-def outline(tree, blobs=(), meta=None):
-    return json.dumps({"meta": meta or {}, "blobs": list(blobs), "tree": tree}).encode()
-
-
 def refused(tmp_path, data):
-    path = tmp_path / "forged"
+    path = tmp_path / "damaged"
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as by_verify:
         file.verify(path)
@@ -187,11 +165,6 @@ def test_meta_is_small_plain_json():
         capture.pack({}, {"x": "y" * 70_000})
 
 
-def test_a_state_of_too_many_small_values_is_refused_when_it_is_written():
-    with pytest.raises(UsageError, match="put long lists of numbers in a tensor"):
-        capture.pack(list(range(300_000)))
-
-
 def test_the_outline_is_read_without_the_rest(tmp_path):
     path = write(tmp_path / "state", {"model": {"w": torch.ones(3, 5)}, "b": b"xy"}, {"step": 7, "seed": 0})
     found = file.peek(path)
@@ -290,7 +263,7 @@ def test_a_torn_file_and_a_foreign_one_are_told_apart(tmp_path):
     assert refused(tmp_path, data[:15]) == refused(tmp_path, b"") == "is not a samestep checkpoint"
     assert refused(tmp_path, b"PK\3\4" + data) == "is not a samestep checkpoint"
     for other in (1, 3):
-        assert refused(tmp_path, seal(outline(None), version=other)) == (
+        assert refused(tmp_path, data[:8] + bytes([other]) + data[9:]) == (
             f"has format {other}, and this samestep reads format 2; use the samestep that wrote it"
         )
 
@@ -298,91 +271,6 @@ def test_a_torn_file_and_a_foreign_one_are_told_apart(tmp_path):
 def test_tensors_of_one_shape_do_not_change_places(tmp_path):
     data = write(tmp_path / "state", {"a": torch.zeros(16), "b": torch.ones(16)}).read_bytes()
     assert refused(tmp_path, data[:-128] + data[-64:] + data[-128:-64]) == "has a damaged a"
-
-
-BLOB = ["float32", [2]]
-HOSTILE = {
-    "no json": b"{",
-    "no object": b"[1]",
-    "nothing": b"",
-    "not ascii": '{"é": 1}'.encode(),
-    "a pickle": b"cos\nsystem\n(S'touch canary'\ntR.",
-    "nan": b'{"meta":{},"blobs":[],"tree":NaN}',
-    "a name twice": b'{"meta":{},"blobs":[],"tree":1,"tree":2}',
-    "too much": b'{"meta":{},"blobs":[],"tree":1,"more":2}',
-    "meta is a list": b'{"meta":[],"blobs":[],"tree":1}',
-    "endless number": b'{"meta":{},"blobs":[],"tree":' + b"9" * 5000 + b"}",
-    "deep lists": b'{"meta":{},"blobs":[],"tree":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "deep dicts": b'{"meta":{},"blobs":[],"tree":' + b'{"tuple":[' * 900 + b"]}" * 900 + b"}",
-    "deep enough": outline(eval("[" * 70 + "]" * 70)),
-    "deep names": outline({"dict": [[{"dict": [[{"dict": []}, 1]]}, 1]]}),
-    "unknown tag": outline({"set": [1]}),
-    "two tags": outline({"tuple": [], "dict": []}),
-    "no tag": outline({}),
-    "a tensor nowhere": outline({"tensor": 0}),
-    "a tensor before the first": outline({"tensor": -1}),
-    "a tensor by name": outline({"tensor": "0"}),
-    "a tensor by truth": outline({"tensor": True}),
-    "a key twice": outline({"dict": [["a", 1], ["a", 2]]}),
-    "a key of no type": outline({"dict": [[None, 1]]}),
-    "a huge key": outline({"dict": [[2**64, 1]]}),
-    "a pair of three": outline({"dict": [["a", 1, 2]]}),
-    "a dict of no pairs": outline({"dict": ["ab"]}),
-    "a dict of a dict": outline({"dict": {"a": 1}}),
-    "a short float": outline({"float": "00"}),
-    "a signed float": outline({"float": "-000000000000000"}),
-    "an odd int": outline({"int": "0x10"}),
-    "a blob without a file": outline(None, [BLOB]),
-}
-
-
-@pytest.mark.parametrize("header", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_header_with_the_right_digests_is_refused(tmp_path, header, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    refused(tmp_path, seal(header))
-    assert os.listdir(tmp_path) == ["forged"]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        ["float32", [3]],
-        ["float32", [-2]],
-        ["float32", [-1, -2]],
-        ["float32", [2.0]],
-        ["float32", [True, 2]],
-        ["float32", [2**63]],
-        ["float32", [2**62, 4]],
-        ["float32", [0, 2**60]],
-        ["float32", [1] * 65],
-        ["float32", 2],
-        ["object", [2]],
-        ["bytes", [2]],
-        ["bytes", []],
-        ["float32"],
-        None,
-    ],
-    ids=str,
-)
-def test_a_blob_that_is_not_what_lies_there_is_refused_before_memory_is_taken(tmp_path, row):
-    refused(tmp_path, seal(outline({"tensor": 0}, [row]), [bytes(8)]))
-
-
-def test_a_forged_file_that_is_right_is_read(tmp_path):
-    (tmp_path / "forged").write_bytes(seal(outline({"tensor": 0}, [BLOB]), [bytes(8)]))
-    assert capture.read(tmp_path / "forged")[0].tolist() == [0.0, 0.0]
-
-
-def test_numbers_of_a_hostile_preamble_are_bounded(tmp_path):
-    header = outline(None)
-    for length in (2**63, 2**64 - 1, 2**40, 10**6, 1):
-        refused(tmp_path, seal(header, length=length))
-    for count in (1, 2**20, 2**32 - 1):
-        refused(tmp_path, seal(header, count=count))
-    for size in (1, 2**63):
-        refused(tmp_path, seal(header, size=size))
-    refused(tmp_path, seal(outline(None, [BLOB]), [bytes(8)]))
-    refused(tmp_path, seal(outline([{"tensor": 1}, {"tensor": 0}], [BLOB, BLOB]), [bytes(8)] * 2))
 
 
 @pytest.mark.slow

@@ -6,11 +6,10 @@ Python's. No torch, no files.
 """
 
 import math
-import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 from samestep.errors import UsageError
 from samestep.text import printable
@@ -24,10 +23,8 @@ ITEMSIZE = {
     "complex128": 16,
 }
 _DEEPEST = 64
-_MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_MAPPINGS: dict[str, Callable[[], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _PLAIN = {type(None), bool, int, float, str, bytes, list, tuple, *_MAPPINGS.values()}
-_HEX = re.compile(r"-?[0-9a-f]+")
-_DOUBLE = re.compile(r"[0-9a-f]{16}")
 
 
 class Blob(NamedTuple):
@@ -77,7 +74,7 @@ class Packer:
         return value
 
     def pair(self, key: object, value: object, where: Path) -> list[Any]:
-        if not _is_key(key):
+        if type(key) is not str and not (type(key) is int and -(2**63) <= key < 2**63):
             raise UsageError(
                 f"{place(where)} has a key that is a {type(key).__name__}; use str, or int of at most 64 bits"
             )
@@ -103,56 +100,26 @@ class Packer:
         return index
 
 
-class Unpacker:
-    """Turns the header's tree into the state; a blob's name is the first place where it occurs."""
-
-    def __init__(self, blobs: Sequence[Blob], values: Sequence[object] | None = None) -> None:
-        self.blobs = blobs
-        self.values = values
-        self.names: list[str] = []
-
-    def unpack(self, tree: Any) -> Any:
-        state = self.value(tree, ())
-        if len(self.names) != len(self.blobs):
-            raise Bad(f"announces {len(self.blobs)} blobs and uses {len(self.names)}")
-        return state
-
-    def value(self, node: Any, where: Path) -> Any:
-        if len(where) > _DEEPEST:
-            raise Bad(f"nests more than {_DEEPEST} levels deep")
-        if isinstance(node, list):
-            return [self.value(item, (*where, i)) for i, item in enumerate(node)]
-        if not isinstance(node, dict):
-            return node
-        ((tag, body),) = node.items() if len(node) == 1 else [("", None)]
-        if tag in ("tensor", "bytes") and type(body) is int:
-            return self.blob(tag, body, where)
-        if tag == "tuple" and isinstance(body, list):
-            return tuple(self.value(body, where))
-        if tag in _MAPPINGS and isinstance(body, list):
-            return self.mapping(_MAPPINGS[tag], body, where)
-        if tag == "int" and isinstance(body, str) and _HEX.fullmatch(body):
+def unpacked(node: Any, blob: Callable[[int, Path], object], where: Path = ()) -> Any:
+    """The state of a header's tree; `blob` returns a blob's value for its index and its place."""
+    if isinstance(node, list):
+        return [unpacked(item, blob, (*where, i)) for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    ((tag, body),) = node.items()
+    match tag:
+        case "tensor" | "bytes":
+            return blob(body, where)
+        case "tuple":
+            return tuple(unpacked(body, blob, where))
+        case "int":
             return int(body, 16)
-        if tag == "float" and isinstance(body, str) and _DOUBLE.fullmatch(body):
+        case "float":
             return struct.unpack(">d", bytes.fromhex(body))[0]
-        raise Bad(f"has something at {place(where)} that this format does not know")
-
-    def mapping(self, kind: type, pairs: list[Any], where: Path) -> Any:
-        result = kind()
-        for pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2 or not _is_key(pair[0]) or pair[0] in result:
-                raise Bad(f"has a broken or repeated name in {place(where)}")
-            result[pair[0]] = self.value(pair[1], (*where, pair[0]))
-        return result
-
-    def blob(self, tag: str, index: int, where: Path) -> object:
-        if not 0 <= index <= len(self.names) or index >= len(self.blobs):
-            raise Bad(f"refers to blob {printable(index)} of {len(self.blobs)}")
-        if (self.blobs[index].dtype == "bytes") != (tag == "bytes"):
-            raise Bad(f"takes blob {index} for {tag}")
-        if index == len(self.names):
-            self.names.append(place(where))
-        return self.values[index] if self.values is not None else None
+    result = _MAPPINGS[tag]()
+    for key, value in body:
+        result[key] = unpacked(value, blob, (*where, key))
+    return result
 
 
 def place(where: Path) -> str:
@@ -164,7 +131,3 @@ def _number(value: Any) -> object:
     """A NumPy scalar (such as a scheduler's rate) as a Python number, without importing NumPy."""
     kinds = {(base.__module__, base.__name__) for base in type(value).__mro__}
     return value.item() if ("numpy", "generic") in kinds else value
-
-
-def _is_key(key: object) -> TypeGuard[str | int]:
-    return type(key) is str or (type(key) is int and -(2**63) <= key < 2**63)
