@@ -93,3 +93,20 @@ def test_a_rank_that_goes_into_the_background_ends_with_the_run(launcher):
     assert code == 1
     assert f"rank 1 went on in the background as process {pid}; it was killed" in err
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_a_rank_put_in_a_session_of_its_own_is_named_and_lives_on(launcher):
+    launcher.write(
+        """
+        import os, subprocess
+        if os.environ["RANK"] == "1":
+            for apart in (False, True):
+                child = subprocess.Popen(["sleep", "40"], start_new_session=apart)
+            open("pid", "w").write(str(child.pid))
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "train.py")
+    child = psutil.Process(int((launcher.home / "pid").read_text()))
+    child.kill()
+    says = f"samestep: process {child.pid}, which rank 1 started apart, lives on: sleep 40"
+    assert (code, err.splitlines()) == (0, [says])

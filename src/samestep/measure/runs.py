@@ -14,6 +14,7 @@ import psutil
 
 from samestep import files, rundir
 from samestep.errors import UsageError
+from samestep.failure import is_echo
 from samestep.start.slurm import state_of_job
 from samestep.steptimes import Progress, read_step_times
 from samestep.text import name_ranks, printable
@@ -70,10 +71,27 @@ class Run:
         if job not in (None, "running"):
             return _JOB_ENDS.get(job, job)
         if is_here:
-            return "ended without a result"
+            return "ended without a result" if self.recorded[0] is None else f"failed ({self.recorded[0]})"
         beats = (pulse.unix for pulse in self.pulses.values())
         silent = time.time() - max([self.started, self.written, *beats])
         return "running" if silent < _SILENT_S else f"silent for {silent / 60:.0f} min"
+
+    @cached_property
+    def recorded(self) -> tuple[int | None, str]:
+        """The code and report of the first rank that recorded a failure; no code if it only lost another rank."""
+        ranks = _numbers(self.path / "failures", "rank-", ".json")
+        records = [
+            record for rank in ranks if (record := rundir.read_record(rundir.failure_path(self.path, rank)))
+        ]
+        order = []
+        for record in records:
+            code, at, said = record.get("code"), record.get("time"), str(record.get("exception") or "")
+            code = code if type(code) is int and 0 < code < 256 else 1
+            text = f"rank {record.get('rank')} {record.get('call')}\n{said or f'exit code {code}'}"
+            lines = "\n".join(printable(line, _MOST_CHARACTERS) for line in text.splitlines()[:_MOST_LINES])
+            order.append((is_echo(said.splitlines()), at if _is_time(at) else 0.0, code, lines))
+        echo, _, code, text = min(order, default=(True, 0.0, 1, ""))
+        return None if echo else code, text
 
     @property
     def is_over(self) -> bool:
@@ -106,7 +124,9 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         """The facts for JSON; rates are those of training steps without the start-up."""
-        step_s = self.progress.step_s or None
+        step_s, failure = self.progress.step_s or None, self.ended and self.ended.failure
+        if self.is_over and not failure and (self.ended is None or self.ended.code):
+            failure = self.recorded[1] or None
         return {
             "run": str(self.path),
             "state": self.state,
@@ -119,7 +139,7 @@ class Run:
             "steps_per_second": step_s and round(1 / step_s, 3),
             "samples_per_second": round(self.progress.samples_per_second, 1) or None,
             "exit_code": self.ended and self.ended.code,
-            "failure": self.ended and self.ended.failure,
+            "failure": failure,
         }
 
 

@@ -21,6 +21,7 @@ from samestep.hang import GONE_S, LEAST_S, Hang, RankState, find_hang, find_unli
 from samestep.rundir import STOP, PulseReading, pulse_in, pulse_path, stack_path
 from samestep.start.sight import Sight, look_at, status_of, switches
 from samestep.start.worker import Worker
+from samestep.text import printable
 from samestep.tracebacks import Traceback, describe_end
 
 _LOOK_S = 0.5  # between two looks
@@ -30,6 +31,8 @@ _STILL_S = 20.0  # ranks without progress for this long are stuck
 _PATIENCE_S = 600.0  # the timeout if no rank has written its own
 _MOST_PACES = 500
 _MOST_LOOKED_AT = 8
+_LATE_S = 0.5  # for what a rank has started to end after it
+_MOST_SHOWN = 80  # characters of a command
 
 
 class Watch:
@@ -183,6 +186,21 @@ class Watch:
                 process.kill()
                 self._say(
                     f"samestep: rank {rank} went on in the background as process {pulse.pid}; it was killed"
+                )
+
+    def name_left(self, workers: Sequence[Worker]) -> None:
+        """Name processes that ranks put into sessions of their own and that live on: they may hold a device."""
+        ranks, left = {str(worker.rank) for worker in workers}, []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                env = process.environ()
+                if env.get("SAMESTEP_RUN") == str(self._run) and env.get("RANK") in ranks:
+                    left.append(process)
+        for process in psutil.wait_procs(left, _LATE_S)[1][:_MOST_LOOKED_AT]:
+            with suppress(psutil.Error):
+                rank, name = process.environ()["RANK"], printable(" ".join(process.cmdline()), _MOST_SHOWN)
+                self._say(
+                    f"samestep: process {process.pid}, which rank {rank} started apart, lives on: {name}"
                 )
 
     def way_out(self, worker: Worker) -> str:

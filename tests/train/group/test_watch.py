@@ -257,6 +257,25 @@ def test_the_code_of_a_raised_system_exit_is_the_runs_where_mpirun_starts_it(tmp
     assert run.ended.code == 7
 
 
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_of_mpirun_that_a_rank_left_by_os_exit_names_that_rank_its_line_and_code(tmp_path, rank):
+    (tmp_path / "train.py").write_text(
+        f"import os, samestep\nif samestep.init().rank == {rank}:\n    os._exit(7)\nsamestep.sum(1)\n"
+    )
+    command = f"mpirun.openmpi --allow-run-as-root --oversubscribe -n 2 {sys.executable} train.py"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
+    assert subprocess.run(command.split(), env=env, cwd=tmp_path, capture_output=True).returncode == 7
+    (run,) = list_runs(tmp_path / "runs")
+    until = time.monotonic() + 10
+    while not run.is_over and time.monotonic() < until:  # mpirun may end before the other rank
+        time.sleep(0.2)
+        (run,) = list_runs(tmp_path / "runs")
+    assert run.state == "failed (7)"
+    assert run.facts()["failure"] == f"rank {rank} left the script at train.py:3\nexit code 7"
+
+
 STUCK = """
 import sys, threading, time
 import samestep.train.group.watch as watch

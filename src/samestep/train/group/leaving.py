@@ -1,7 +1,7 @@
 """How this process leaves its script, and what the other ranks hear of it.
 
-Covered: the last line, `sys.exit`, `raise SystemExit`, an exception, Ctrl-C. Not covered: `os._exit` and signals, which
-the launcher or the other ranks see.
+Covered: the last line, `sys.exit`, `raise SystemExit`, `os._exit` with a code, an exception, Ctrl-C. Not covered:
+signals, which the launcher or the other ranks see.
 """
 
 import builtins
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ class Leaving:
         self._exits = [(home, name, getattr(home, name)) for home, name in _EXITS if hasattr(home, name)]
         for home, name, _ in self._exits:
             setattr(home, name, self._note_exit)
+        self._os_exit, os._exit = os._exit, self._note_os_exit
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
 
@@ -111,12 +113,14 @@ class Leaving:
         for home, name, before in self._exits:
             if getattr(home, name) == self._note_exit:
                 setattr(home, name, before)
+        if os._exit == self._note_os_exit:
+            os._exit = self._os_exit
 
     def _exit(self, code: int) -> NoReturn:
         self._note_end(code)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        self._os_exit(code)
 
     def _note_end(self, code: int) -> None:
         if self._output is not None:
@@ -126,6 +130,14 @@ class Leaving:
         """Replaces sys.exit: notes the line, and the exit code, in case the process ends."""
         self.left, self.status = f"{LEFT} {users_line()}", status[0] if status else None
         raise SystemExit(*status)
+
+    def _note_os_exit(self, status: int) -> NoReturn:
+        """Replaces os._exit: records the line and the exit code, which only the launcher would know."""
+        if status and os.getpid() == self._pid and self._group.is_connected and self.failed is None:
+            with suppress(Exception):
+                self._group.enter("end", f"{LEFT} {users_line()}")
+                write_failure(os.environ, SystemExit(status), status)
+        self._os_exit(status)
 
     def _note_failure(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
