@@ -168,7 +168,9 @@ def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> lis
                 f"--vary {text} names no setting; choose from {', '.join(_NAMES)}, or write a variable in capitals"
             )
         if name == _NUMBER and not all(value.replace(".", "", 1).isdecimal() for value in values.split(",")):
-            raise UsageError(f"--vary {text} has a value that is not a number; write for instance {name}=1,25")
+            raise UsageError(
+                f"--vary {text} has a value that is not a number; write for instance {name}=1,25"
+            )
         if unknown := set(values.split(",")).difference(_CHOICES.get(name, values.split(","))):
             raise UsageError(
                 f"--vary {name}={min(unknown)} is unknown; choose from {', '.join(_CHOICES[name])}"
