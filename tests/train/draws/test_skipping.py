@@ -42,3 +42,8 @@ def test_skipping_draws_the_rows_of_the_whole_draw_or_nothing(name, dtype, rows,
         assert torch.equal(torch.rand(1), after)
     else:
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_elements_that_are_chosen_are_no_pieces():
+    chosen = Part(0, Rows(2, 1, 7), chosen=torch.tensor([1, 3]))
+    assert chosen.pieces(torch.empty(2, 5)) is None
