@@ -26,16 +26,16 @@ def test_skipping_draws_the_rows_of_the_whole_draw_or_nothing(name, dtype, rows,
 
     def empty(rows):
         return torch.empty_permuted(
-            [size * rows if at == dim else size for at, size in enumerate(one)], order, dtype=dtype
+            [size * rows if at == dim else size for at, size in enumerate(sizes)], order, dtype=dtype
         )
 
-    (start, mine), skipping, (one, dim, each, order) = rows, Skipping(), laid
+    (start, mine), skipping, (sizes, dim, each, order) = rows, Skipping(), laid
     torch.manual_seed(1)
     whole, after = draw(empty(7), None), torch.rand(1)
     torch.manual_seed(1)
     before, part = torch.get_rng_state(), empty(mine)
     drew = skipping.drew(name, part, Part(dim, Rows(mine, start, 7), after=each, layout=order), draw)
-    # normal numbers are made in pairs, and others where there are fewer than 16; pieces of one value are not worth it
+    # normal numbers are made in pairs, and others where there are fewer than 16; pieces of sizes value are not worth it
     assert drew == (name != "normal_" and laid is not BATCH_LAST)
     if drew:
         assert torch.equal(part, whole.narrow(dim, start * each, mine * each))
