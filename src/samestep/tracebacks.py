@@ -46,7 +46,8 @@ class Traceback(NamedTuple):
         """The lines of a report about it."""
         if (frame := self.frame) is None:
             return [*self.exception]
-        where = f"  {typed(Path(frame.file))}:{frame.line}" + (f" in {frame.name}" if frame.name else "")
+        where = f"  {printable(typed(Path(frame.file)), _MOST_COLUMNS)}:{frame.line}"
+        where += f" in {frame.name}" if frame.name else ""
         return [where, *([f"    {frame.code[:200]}"] if frame.code else []), *self.exception]
 
     @property

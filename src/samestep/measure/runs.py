@@ -14,10 +14,11 @@ import psutil
 
 from samestep import files, rundir
 from samestep.errors import UsageError
-from samestep.failure import is_echo
+from samestep.failure import read_failure
 from samestep.start.slurm import state_of_job
 from samestep.steptimes import Progress, read_step_times
 from samestep.text import name_ranks, printable
+from samestep.tracebacks import recorded_traceback
 
 _SILENT_S = 600.0
 _CLOCK_SECONDS = 60.0
@@ -79,18 +80,15 @@ class Run:
     @cached_property
     def recorded(self) -> tuple[int | None, str]:
         """The code and report of the first rank that recorded a failure; no code if it only lost another rank."""
-        ranks = _numbers(self.path / "failures", "rank-", ".json")
-        records = [
-            record for rank in ranks if (record := rundir.read_record(rundir.failure_path(self.path, rank)))
-        ]
-        order = []
-        for record in records:
-            code, at, said = record.get("code"), record.get("time"), str(record.get("exception") or "")
-            code = code if type(code) is int and 0 < code < 256 else 1
-            text = f"rank {record.get('rank')} {record.get('call')}\n{said or f'exit code {code}'}"
-            lines = "\n".join(printable(line, _MOST_CHARACTERS) for line in text.splitlines()[:_MOST_LINES])
-            order.append((is_echo(said.splitlines()), at if _is_time(at) else 0.0, code, lines))
-        echo, _, code, text = min(order, default=(True, 0.0, 1, ""))
+        found = []
+        for rank, pulse in self.pulses.items():
+            path = rundir.failure_path(self.path, rank)
+            if (failure := read_failure(path, pulse.pid)) and (written := _look(path)):
+                lines = recorded_traceback(failure).lines or [f"exit code {failure.code}"]
+                lines = [printable(line, _MOST_CHARACTERS) for line in (f"rank {rank} {pulse.call}", *lines)]
+                echo = recorded_traceback(failure).is_echo
+                found.append((echo, written.st_mtime, failure.code, "\n".join(lines)))
+        echo, _, code, text = min(found, default=(True, 0.0, 1, ""))
         return None if echo else code, text
 
     @property
