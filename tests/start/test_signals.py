@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 
@@ -138,3 +139,29 @@ def test_ctrl_c_while_the_launcher_is_still_imported_is_one_line(launcher):
     started.wait_for_lines("imports")
     started.process.send_signal(signal.SIGINT)
     assert started.finish() == (130, "", "samestep: interrupted\n")
+
+
+def test_ctrl_z_suspends_the_ranks_with_the_launcher_and_fg_lets_them_go_on(launcher):
+    launcher.write(
+        """
+        import os, time
+        print(os.getpid(), file=open("pids", "a"), flush=True)
+        while not os.path.exists("end"):
+            time.sleep(0.05)
+        """
+    )
+    words = [sys.executable, "-m", "samestep", "run", "-n", "2", "train.py"]
+    # a group of its own in this session, as a shell makes it: the kernel suspends no group whose shell is gone
+    with subprocess.Popen(words, cwd=launcher.home, env=launcher.env, process_group=0) as process:
+        started, until = launcher.home / "pids", time.monotonic() + 30
+        while not (started.exists() and started.read_text().count("\n") == 2):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        pids = [process.pid, *map(int, started.read_text().split())]
+        for number, suspended in ((signal.SIGTSTP, True), (signal.SIGCONT, False)):
+            os.killpg(process.pid, number)
+            while [psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids] != [suspended] * 3:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        (launcher.home / "end").touch()
+        assert process.wait(20) == 0

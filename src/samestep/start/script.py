@@ -86,7 +86,7 @@ class _Run:
             self._terminal.say(f"samestep: {advice}")
         if self._terminal.is_live and os.environ.get("SAMESTEP_METER") != "0":
             self._terminal.progress = partial(_progress, self._directory)
-        self._signals = stack.enter_context(signals_as_bytes(script.signals))
+        self._signals = stack.enter_context(signals_as_bytes({*script.signals, signal.SIGTSTP}))
         self._guardian = stack.enter_context(Guardian())
         self._shares, self._threads = share_cores(script.size, {**os.environ, **script.env})
         self._restarts = Restarts(script.max_restarts, script.restart_on)

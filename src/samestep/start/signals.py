@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -35,7 +35,7 @@ def restore_sigchld() -> None:
 
 
 @contextmanager
-def signals_as_bytes(numbers: Sequence[signal.Signals]) -> Iterator[int]:
+def signals_as_bytes(numbers: Iterable[signal.Signals]) -> Iterator[int]:
     """While entered, these signals have no effect but their numbers, which can be read from this descriptor."""
     pipe, end = os.pipe()
     for descriptor in (pipe, end):
@@ -51,7 +51,7 @@ def signals_as_bytes(numbers: Sequence[signal.Signals]) -> Iterator[int]:
 
 
 @contextmanager
-def handling(numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
+def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
     """While entered, `handler` handles these signals; a signal that was ignored (nohup, a background job) stays so."""
     not_ignored = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in not_ignored}

@@ -212,6 +212,9 @@ class WorkerGroup:
 
     def _read_signals(self, numbers: bytes) -> None:
         for number in numbers:
+            if number == signal.SIGTSTP:
+                self._suspend()
+                continue
             if number in _ENDING:
                 self._requested_at = min(self._requested_at, time.monotonic())
             if number == signal.SIGINT:
@@ -222,6 +225,16 @@ class WorkerGroup:
                     wait = f"at most {self._patience_s:g} s for {alive} to end"
                     self._terminal.say(f"stopping; waiting {wait}; press Ctrl-C again to stop at once")
             self._forward(number)
+
+    def _suspend(self) -> None:
+        """At Ctrl-Z: stop the workers with this process, and let them go on with it."""
+        for worker in self._alive():
+            worker.send_group(signal.SIGSTOP)
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, handler)
+        for worker in self._alive():
+            worker.send_group(signal.SIGCONT)
 
     def _forward(self, number: int) -> None:
         """Forward a signal to the workers; in a recovery they could not commit, so they get a request to stop."""
