@@ -79,7 +79,9 @@ class Divergence(Member, Subscriber):
     def _say_if_nan(self, model: torch.nn.Module, when: str) -> None:
         """Print that the model's weights are nan, on all ranks: the average of gradients carries it to all of them."""
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        for name, total in zip(trained, on_host(weight.detach().sum() for weight in trained.values()), strict=True):
+        for name, total in zip(
+            trained, on_host(weight.detach().sum() for weight in trained.values()), strict=True
+        ):
             if total.isnan():
                 self.group.say(
                     f"{name} of {type(model).__name__} became nan {when}, as it does where a loss or one rank's "
