@@ -80,6 +80,10 @@ _IF_WRITTEN = (
     "if rank 0 writes this file, other ranks have to wait for it: write it with samestep.save, or make it in `with "
     "samestep.first():`"
 )
+_OF_SIZES = re.compile("size|shape|dimension")
+_IF_SIZED = (
+    "this rank has {0} of the batch's {1} samples; where {1} is the batch size, write x.size(0) of the input"
+)
 # Words in errors that lines of a serial or hand-written script cause, and what to write instead.
 _REMEDIES = {
     "has no attribute 'module'": "replicate returns the model itself; write model where model.module stands",
@@ -116,12 +120,19 @@ _REMEDIES = {
 }
 
 
-def add_remedy(error: BaseException, rank: int = 0) -> None:
-    """Add to a known exception of another library, on this rank, what to write instead."""
+def add_remedy(error: BaseException, rank: int = 0, share: tuple[int, int] = (0, 0)) -> None:
+    """Add to a known exception of another library, on this rank, what to write instead.
+
+    share: this rank's number of samples in the batch at hand, and that of all ranks.
+    """
     said = [remedy for words, remedy in _REMEDIES.items() if words in str(error)]
     is_torn = isinstance(error, EOFError | FileNotFoundError) or "PytorchStreamReader" in str(error)
     if rank and is_torn and any(step.file.endswith(_OF_TORCHS_LOAD) for step in _steps(error)):
         said.append(_IF_WRITTEN)
+    mine, batch = share
+    is_of_sizes = type(error) in (RuntimeError, ValueError) and bool(_OF_SIZES.search(str(error)))
+    if is_of_sizes and mine < batch and str(batch) in re.findall(r"\d+", str(error)):
+        said.append(_IF_SIZED.format(mine, batch))
     if said and not getattr(error, "__notes__", None):
         error.add_note(f"samestep: {said[0]}")
 

@@ -299,7 +299,7 @@ def test_a_summed_loss_is_said_to_replicate():
         (f"got = []\n{EVALUATE}        got.extend(out[:, 0].tolist())\n"
          "best = sorted(range(len(got)), key=lambda i: got[i])\nprint(best)", "sorted"),
         (f"got = []\n{EVALUATE}        got += [i for i, row in enumerate(out) if row[0] > 0]\nprint(got)",
-         "has no total"),
+         "`got` is made of"),
         (f"all = torch.empty(0)\n{EVALUATE}        all = torch.cat([all, out[:, 0]])\nprint(all)", "earlier batch"),
     ],
 )  # fmt: skip

@@ -78,15 +78,19 @@ def test_a_divergence_of_what_the_model_returns_from_a_prior_is_one_of_each_samp
     assert lines in _after(text)
 
 
-def test_each_layer_of_a_list_that_a_method_calls_is_replicated():
+@pytest.mark.parametrize(
+    "evaluated", ["", "with torch.no_grad():\n    for x, y in test:\n        model(x)\n"]
+)
+def test_each_layer_of_a_list_that_a_method_calls_is_replicated(evaluated):
     model = (
         "class Flow(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])\n"
         "    def log_prob(self, x):\n        for layer in self.layers:\n            x = layer(x)\n"
-        "        return -x.square().sum(1)\nmodel = Flow()\n"
+        "        return -x.square().sum(1)\n    def forward(self, x):\n        return self.log_prob(x)\n"
+        "model = Flow()\n"
     )
     begin = BEGIN.replace("model = nn.Linear(4, 3)\n", model)
-    found = _of(text := f"{begin}for x, y in train:\n    loss = -model.log_prob(x).mean()\n{LOSS}")
+    found = _of(text := f"{begin}for x, y in train:\n    loss = -model.log_prob(x).mean()\n{LOSS}{evaluated}")
     assert not found.gaps
     assert "for layer in model.layers: samestep.replicate(layer)\n" in _after(text)
 

@@ -227,3 +227,25 @@ def test_the_mean_of_several_passes_through_a_model_is_that_of_each_sample():
     )
     found = _of(BEGIN.replace("model = nn.Linear(4, 3)\n", model) + f"for x, y in train:\n{STEP}")
     assert not found.gaps
+
+
+@pytest.mark.parametrize("added", ["out.argmax(1).tolist()", "list(out.argmax(1).numpy())", "found"])
+def test_a_list_that_is_added_to_a_list_extends_it(added):
+    text = (
+        f"{BEGIN}preds, truth = [], []\n{EVALUATE}        found = out.argmax(1).tolist()\n"
+        f"        preds += {added}\n        truth = truth + y.tolist()\n"
+        "print(sum(p == t for p, t in zip(preds, truth)) / len(truth))\n"
+    )
+    assert "in zip(samestep.gather(preds), samestep.gather(truth))) / samestep.sum(len(truth)))" in _after(
+        text
+    )
+    assert not _of(text).gaps
+
+
+def test_numbers_that_a_data_set_reads_of_its_samples_are_no_totals():
+    data = (
+        "class Data(torch.utils.data.Dataset):\n    def __len__(self):\n        return 20\n"
+        "    def __getitem__(self, at):\n        return torch.ones(4), self.label(at)\n"
+        "    def label(self, at):\n        return torch.tensor(at % 3).item()\n"
+    )
+    assert not _of(BEGIN.replace("data = ", f"{data}data = Data() or ") + f"for x, y in train:\n{STEP}").gaps

@@ -15,6 +15,7 @@ from torch.utils.data import (
 import samestep
 from samestep import CheckpointError, UsageError
 from samestep.failure import add_remedy
+from samestep.train.group.world import joined
 
 DATA = TensorDataset(torch.arange(23.0)[:, None], torch.arange(23))
 LIST = [(torch.full((2,), float(index)), index) for index in range(23)]
@@ -152,6 +153,20 @@ def test_a_name_of_another_library_gets_the_line_to_write(world, tmp_path, monke
     with pytest.raises((AttributeError, TypeError)) as caught:
         habit()
     assert remedy in remedies(caught.value)
+
+
+@pytest.mark.sizes(1, 2)
+def test_a_batch_size_that_is_written_as_a_number_is_named_where_it_does_not_fit(world):
+    for x, _ in samestep.loader(DATA, 8):
+        try:
+            nn.LSTM(1, 2, batch_first=True)(x[:, None], (torch.zeros(1, 8, 2),) * 2)
+        except RuntimeError as error:
+            add_remedy(error, share=joined().share)
+            said = error.__notes__[0]
+        else:
+            said = ""
+        break
+    assert ("has 4 of the batch's 8 samples; where 8 is the batch size" in said) == (world.size > 1)
 
 
 def test_names_of_other_libraries_name_ours():

@@ -25,6 +25,7 @@ Y = X.detach() + 1
         (X.mean() + 1, "mean", 24),
         ((X.mean() * 2).mean(), "mean", 24),
         (X.mean() * 2, "mean", 24),
+        (X[0, 0].exp() * X.mean(), "mean", 24),
         (X.mean().double().clone().view(1).squeeze(), "mean", 24),
         (F.mse_loss(X, Y), "mean", None),
         (X.sum(), "sum", None),
@@ -51,13 +52,13 @@ def test_a_loss_is_found_to_be_a_mean_or_a_sum_and_by_what_it_is_divided(loss, r
     [
         X.max(),
         X.norm(),
-        X[0, 0].exp() * X.mean(),
+        X.mean() * X.sum(),
         X.sum() / X.square().sum(),
         torch.tensor(1.0),
         X,
         X.mean().sqrt() * 2,
     ],
-    ids=["max", "norm", "a learned weight", "a quotient", "constant", "leaf", "a root"],
+    ids=["max", "norm", "a product", "a quotient", "constant", "leaf", "a root"],
 )
 def test_a_loss_that_is_no_mean_and_no_sum_has_no_reduction(loss):
     assert reduction_of(loss) == {"reduction": None}

@@ -228,6 +228,13 @@ def by_class(losses, y):
         (lambda out, y: sum(row[: 1 + at % 2].mean() for at, row in enumerate(out)) / len(y), False),
         (lambda out, y: torch.stack([row[: 1 + at % 2].mean() for at, row in enumerate(out)]).mean(), False),
         (lambda out, y: samestep.gather(out).mean() + F.cross_entropy(out, y), False),
+        (
+            lambda out, y: (
+                WEIGHTS[0].exp() * F.cross_entropy(out, y, WEIGHTS.detach() + Y[:2, 0]) + WEIGHTS.sum()
+            ),
+            True,
+        ),
+        (lambda out, y: WEIGHTS[0].exp() * F.cross_entropy(out, y) + WEIGHTS.sum(), False),
     ],
     ids=[
         "masked",
@@ -237,6 +244,8 @@ def by_class(losses, y):
         "sample by sample",
         "stacked samples",
         "of all ranks",
+        "learned factor and class weights",
+        "learned factor",
     ],
 )
 def test_a_mean_over_unlike_numbers_of_terms_is_said_where_a_loss_is_a_sum_of_several(world, loss, is_said):

@@ -26,7 +26,7 @@ from samestep.convert.values import (
     rows_of,
 )
 
-WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode|set_grad_enabled")
+_WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode")
 MOST_STATEMENTS = 100_000  # to follow; a longer script is not followed to its end
 _DEEPEST = 25  # calls inside each other
 _DATA = {*ROWS, *NUMBERS, Kind.ROW, Kind.OTHER, "list", "each", "dict"}
@@ -116,7 +116,8 @@ class Calls(Library):
         holder = self.known[node.func.value] if isinstance(node.func, ast.Attribute) else Value()
         is_method = self.is_model(holder) and key_of(holder) == key_of(callee) and name != "forward"
         if not is_method:
-            (self.called_inside if self.in_forward else self.called).add(key_of(callee))
+            called = self.called_inside if self.in_forward else self.called
+            (self.called_quietly if self.without_gradients > 1 else called).add(key_of(callee))
         if not is_method and not self.in_forward and self.is_model(callee):
             self.comes_together()
             self.called_to_train |= {key_of(callee)} - self.evaluated
@@ -186,7 +187,7 @@ class Calls(Library):
             Scope(function.scope), function.source, call, self.frame, node, len(self.loops), self.depth
         )
         self._bind_arguments(frame.scope, node.args, arguments, named)
-        no_gradients = any(map(WITHOUT_GRADIENTS.search, function.marks))
+        no_gradients = max(map(without_gradients, function.marks), default=0)
         self.without_gradients += no_gradients
         self.frames.append(frame)
         if isinstance(node, ast.Lambda):
@@ -223,6 +224,11 @@ class Calls(Library):
             scope.names[params.kwarg.arg] = join(
                 *(value for name, value in named.items() if name not in names)
             )
+
+
+def without_gradients(text: str) -> int:
+    """2 for a mark or a context without gradients, 1 where that is decided while the script runs, 0 for others."""
+    return 2 if _WITHOUT_GRADIENTS.search(text) else int("set_grad_enabled" in text)
 
 
 def _given(frame: Frame, name: str) -> str | None:

@@ -161,6 +161,8 @@ def _leave_alone(findings: Findings, source: Source) -> None:
 def _replicate(followed: Follower, script: Source) -> None:
     """Replicate each model that an optimizer steps."""
     findings, adds = followed.findings, "sum" in followed.findings.losses
+    if not followed.backwards:
+        followed.called |= followed.called_quietly
     if adds and "mean" in findings.losses:
         reason = "one loss is a sum over samples and another a mean; make both means"
         findings.gap(*findings.losses["sum"], reason)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from samestep.convert.calls import MOST_STATEMENTS, WITHOUT_GRADIENTS, Calls
+from samestep.convert.calls import MOST_STATEMENTS, Calls, without_gradients
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
 from samestep.convert.source import Source, begins_from, updates
 from samestep.convert.totals import ALSO_ALIKE
@@ -357,11 +357,12 @@ class Follower(Calls):
         node.handlers += skipped
 
     def _with(self, node: ast.With) -> None:
-        quiet = any(WITHOUT_GRADIENTS.search(ast.unparse(item.context_expr)) for item in node.items)
+        quiet = 0
         for item in node.items:
             value = self.value(item.context_expr)
             callee = self.known.get(getattr(item.context_expr, "func", item.context_expr), value)
-            quiet |= callee.kind == "function" and bool(WITHOUT_GRADIENTS.search(ast.unparse(callee.of.node)))
+            shown = ast.unparse(callee.of.node if callee.kind == "function" else item.context_expr)
+            quiet = max(quiet, without_gradients(shown))
             if item.optional_vars is not None:
                 self.bind(item.optional_vars, value)
         self.without_gradients += quiet
@@ -395,6 +396,5 @@ class Follower(Calls):
         elif self.batches is None:
             self.gap(node, _NOT_SHARED)
         else:
-            text = "this loss could not be followed to the batch; see whether it is a mean over its samples"
-            self.gap(node, text)
+            self.gap(node, "this loss could not be followed to the batch; is it a mean over its samples?")
         return Value()

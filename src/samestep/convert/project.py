@@ -171,6 +171,7 @@ class Following:
         self.known: dict[ast.AST, Value] = {}  # the latest value of each expression
         self.reached: set[ast.AST] = set()  # functions and loaders that were followed
         self.called: set[Any] = set()  # models that were called
+        self.called_quietly: set[Any] = set()  # without gradients
         self.called_inside: set[Any] = set()  # in the forward of another model
         self.evaluated: set[Any] = set()  # models whose latest mode is eval()
         self.called_to_train: set[Any] = set()

@@ -263,6 +263,8 @@ class Totals(Following):
     def accumulated(self, place: tuple[Scope, str], node: ast.expr, value: Value) -> Value:
         """The value of a place after this value is added to it, with the edits that keep its total exact."""
         old = place[0].find(place[1]) or Value()
+        if _makes_list(value.origin[0] if value.origin and isinstance(node, ast.Name) else node):
+            return self._extended(old, self.around(old), node, value, is_flat=True)
         batch, over_samples = self.around(old)
         if over_samples:
             adds = value.kind in (Kind.ALIKE, Kind.ROW, Kind.PART, Kind.COUNT)
@@ -327,7 +329,17 @@ class Totals(Following):
         receiver: ast.expr = node.func.value  # type: ignore[attr-defined]
         scope, name = self.place_of(receiver)
         value = self.total(node.args[0]) if self.is_lost(receiver, True) else value
-        batch, over_samples = self.around(scope.find(name) or Value())
+        around, is_flat = self.around(scope.find(name) or Value()), name_of(node) == "extend"
+        extended = self._extended(base, around, node.args[0], value, is_flat=is_flat)
+        if extended.is_shared:
+            scope.names[name] = extended
+        return Value()
+
+    def _extended(
+        self, base: Value, around: tuple[Loop | None, bool], node: ast.expr, value: Value, *, is_flat: bool
+    ) -> Value:
+        """A list after a value, or with `is_flat` its elements, are added to it."""
+        batch, over_samples = around
         if over_samples and value.kind in (Kind.ROW, Kind.ALIKE):
             value = Value(Kind.OTHER, value.of) if value.of else Value(Kind.ROWS)
         rows = join(*value.parts) if value.kind == "list" else value
@@ -337,14 +349,14 @@ class Totals(Following):
             is_whole = rows.kind in (Kind.ROWS, Kind.BATCH) and self.guard(batch)
             value = Value(Kind.ROWS, batch) if is_whole else Value(Kind.OTHER, "is a list")
         elif is_late or (value.is_shared and self.may_total() and not self.batches):
-            value = self.total(node.args[0])
+            value = self.total(node)
         elif value.is_shared and batch is not None:
-            value = self.per_batch(batch, node.args[0], value)
-        if value.is_shared:
-            items = join(*base.parts, self.kept(value))
-            is_flat = items.kind == Kind.ROWS and (over_samples or name_of(node) == "extend")
-            scope.names[name] = replace(items if is_flat else Value("list", {None: items}), since=base.since)
-        return Value()
+            value = self.per_batch(batch, node, value)
+        if not value.is_shared:
+            return base
+        items = join(*base.parts, self.kept(value))
+        is_flat = items.kind == Kind.ROWS and (over_samples or is_flat)
+        return replace(items if is_flat else Value("list", {None: items}), since=base.since)
 
     def divided(self, node: ast.AugAssign, old: Value, value: Value) -> Value:
         """Follow `total /= count`, both of this rank's share: total them first."""
@@ -377,3 +389,9 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
             yield child
         elif isinstance(child, ast.keyword):
             yield child.value
+
+
+def _makes_list(node: ast.expr) -> bool:
+    """Whether an expression makes a list, so that adding it extends one."""
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return isinstance(node, ast.List | ast.ListComp) or called == "list" or called.endswith(".tolist")

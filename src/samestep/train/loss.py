@@ -131,12 +131,15 @@ def _reduction_at(node: Any) -> dict[str, Any]:
         divisor = _single(denominator) if name == "Div" else divisor
         children = [child for child, _ in node.next_functions if child is not None or name != "Add"]
         losses += name == "Add" and len(children) > 1
-        node = children[0] if children else None
+        node = _only_child(node) if name == "Mul" else children[0] if children else None
     return {"reduction": None}
 
 
 def _only_child(node: Any) -> Any:
+    """The only child; of a product, such as of a loss and a learned factor, the only child with a reduction."""
     children = [child for child, _ in node.next_functions if child is not None]
+    if len(children) == 2 and name_of(node) == "Mul":
+        children = [child for child in children if _reduction_at(child)["reduction"] is not None]
     return children[0] if len(children) == 1 else None
 
 

@@ -86,6 +86,7 @@ class Spine(Member):
         self.group.enter("user" if this.training else "evaluation")
         this.latest, this.ragged = share, ragged or {}
         this.counted += share.mine
+        self.group.share = (share.mine, share.all) if share.microbatch is None else (0, 0)
         if this.training:
             self.batches += 1
             self._position = (self._position[0], this.epoch, share.batch_start + share.all)

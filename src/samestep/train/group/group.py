@@ -58,6 +58,7 @@ class Group:
             pulse.take(str(world.device))
         self.step: int | None = None
         self.phase, self.phase_began, self.waits = ("user", ""), time.monotonic(), 0
+        self.share = (0, 0)  # this rank's samples in the batch at hand, and those of all ranks
         self.failed_exchange = ""  # the model in whose gradient exchange an exception was raised
         self.thread = threading.current_thread()  # that trains; the main thread may wait for it
         self._phases_heard: list[Callable[[str, str], None]] = []
