@@ -52,8 +52,8 @@ class Synced:
         scale = torch.rsqrt(variance + self.eps) * weight
         shift = bias - mean * scale
         # the fastest kernel for a scale and a shift: a BatchNorm in evaluation, of values that are normal already
-        zero, one = torch.zeros_like(mean), torch.ones_like(mean)
-        return F.batch_norm(wide, zero, one, scale, shift, eps=0.0).to(input.dtype)
+        zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
+        return F.batch_norm(wide, zeros, ones, scale, shift, eps=0.0).to(input.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or pickle is the plain BatchNorm."""
