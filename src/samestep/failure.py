@@ -37,8 +37,6 @@ _ECHO = re.compile(
 
 
 class Frame(NamedTuple):
-    """One frame of a traceback."""
-
     file: str
     line: int
     name: str

@@ -86,7 +86,6 @@ class Pulse:
         self._thread = (0, 0) if is_main else (thread.ident or 0, thread.native_id or 0)
 
     def beat(self, step: int, epoch: int = 0) -> None:
-        """Write that this step has begun."""
         self._step, self._epoch = step, epoch
         self._write(time.monotonic())
 

@@ -78,7 +78,6 @@ class Progress:
 
     @property
     def samples_per_second(self) -> float:
-        """The samples per second of all ranks in training steps."""
         return self.all / self.steps / self.step_s if self.step_s > 0 else 0.0
 
     @property

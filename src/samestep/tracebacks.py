@@ -43,7 +43,6 @@ class Traceback(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """The lines of a report about it."""
         if (frame := self.frame) is None:
             return [*self.exception]
         where = f"  {printable(typed(Path(frame.file)), _MOST_COLUMNS)}:{frame.line}"

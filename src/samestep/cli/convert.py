@@ -49,7 +49,6 @@ def command(script: Path, write: bool) -> None:
 
 
 def _copy_of(path: Path) -> Path:
-    """Where the original of a file is kept."""
     return path.with_name(f"{path.stem}_serial{path.suffix}")
 
 

@@ -116,7 +116,6 @@ def check(options: Mapping[str, Any]) -> "tuple[list[int], list[int], Link | Non
 
 
 def _crowded(processes: int) -> list[str]:
-    """A remark if processes shared cores."""
     here = len(cores())
     if processes <= here or visible_devices(os.environ) or "SLURM_JOB_ID" in os.environ:
         return []

@@ -56,7 +56,6 @@ def read(path: str | Path) -> Weights:
 
 
 def _newest(directory: Path) -> Weights:
-    """The newest good checkpoint of a directory."""
     bad = []
     with open_directory(directory) as dir_fd:
         commits = examine(dir_fd)

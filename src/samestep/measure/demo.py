@@ -20,8 +20,6 @@ _EPOCH = re.compile(r"epoch (\d+) of \d+: (\S+)")
 
 @dataclass(frozen=True)
 class Setup:
-    """The number of processes, and of cores for all of them."""
-
     processes: int
     cores: int
 

@@ -41,8 +41,6 @@ _LOOKS = {
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a measurement."""
-
     rows: Sequence[Row]
     verdict: str
     predicted: Sequence[Prediction]

@@ -31,8 +31,6 @@ _JOB_ENDS = {"completed": "done", "timeout": "out of time", "node fail": "lost a
 
 
 class End(NamedTuple):
-    """How a run ended."""
-
     code: int
     seconds: float | None
     failure: str | None
@@ -115,7 +113,6 @@ class Run:
 
     @cached_property
     def progress(self) -> Progress:
-        """The progress of the first rank."""
         rank = min(self.pulses, default=0)
         times = read_step_times(rundir.step_times_path(self.path, rank))
         return times.progress if times else Progress()
@@ -142,7 +139,6 @@ class Run:
 
 
 def root_of(directory: str | None) -> Path:
-    """The directory of all runs."""
     return Path(directory or os.environ.get("SAMESTEP_RUN_DIR") or "runs")
 
 
@@ -166,12 +162,10 @@ def read_run(path: Path) -> Run | None:
 
 
 def job_output(run: Path) -> Path:
-    """The file with the output of all ranks of a batch job."""
     return run.with_name(f"{run.name}.out")
 
 
 def list_runs(root: Path) -> list[Run]:
-    """All runs in a directory, the newest first."""
     try:
         paths = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
     except OSError:

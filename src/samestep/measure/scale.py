@@ -62,7 +62,6 @@ class Variant:
 
     @property
     def asked(self) -> dict[str, str]:
-        """The settings by name."""
         return dict(self.settings)
 
     @property
@@ -115,8 +114,6 @@ class Variant:
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured run of a variant."""
-
     variant: Variant
     repeat: int
     seconds: float  # from the start of the launcher to the end
@@ -125,8 +122,6 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """The script and variants to measure."""
-
     script: Sequence[str]
     variants: Sequence[Variant]
     repeat: int
@@ -258,7 +253,6 @@ def _run(plan: Plan, variant: Variant, repeat: int) -> Measured:
 
 
 def measured_of(name: str, run: Path, variant: Variant, repeat: int, seconds: float) -> Measured:
-    """The measurement in a run's directory."""
     paths = [step_times_path(run, rank) for rank in range(variant.processes)]
     readings = {rank: times for rank, path in enumerate(paths) if (times := read_step_times(path))}
     times_together = breakdown(readings) if len(readings) == variant.processes else None

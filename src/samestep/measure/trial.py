@@ -36,8 +36,6 @@ _LAST_LINES = 5
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a trial."""
-
     code: int
     seconds: float  # including the start of Python and torch
     text: str  # the output of rank 0 and of the launcher
@@ -66,7 +64,6 @@ class Result:
         return self
 
     def printed(self, rank: int = 0) -> list[str]:
-        """The lines that a rank printed."""
         return log_path(self.run.path, rank).read_text(encoding="utf-8", errors="replace").splitlines()
 
 

@@ -34,8 +34,6 @@ Facts = dict[str, Fact]
 
 
 class LauncherFacts(NamedTuple):
-    """The launcher of this process, and the facts in its variables."""
-
     launcher: str
     facts: Facts
     notes: tuple[str, ...] = ()
@@ -240,7 +238,6 @@ def _torchrun(env: Env, torch: Facts, write: str) -> LauncherFacts:
 
 
 def _alone(env: Env) -> tuple[str, ...]:
-    """A note for a process that runs alone in a Slurm job."""
     if (task := count(env, "SLURM_PROCID")) and not text(env, "SLURM_STEP_ID"):
         raise PlacementError(
             f"SLURM_PROCID is {task} but SLURM_STEP_ID is not set; "

@@ -101,7 +101,6 @@ class Channel:
             self._wanted = self._parser.send(part)
 
     def taken(self) -> list[bytes]:
-        """Remove and return all received messages."""
         messages = list(self._messages)
         self._messages.clear()
         return messages
@@ -116,7 +115,6 @@ class Channel:
         return message
 
     def wait_json(self) -> dict[str, Any]:
-        """Wait for a message and return it, a JSON object."""
         while (message := self.take_json()) is None:
             self.fill()
         return message

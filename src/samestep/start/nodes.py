@@ -66,7 +66,6 @@ class NodeRanks(NamedTuple):
     port: int
 
     def place(self, local_rank: int, local_size: int) -> Placement:
-        """The placement of a rank of this node."""
         shared = (self.node, self.nodes, "samestep", self.address, self.port)
         return Placement(self.first + local_rank, self.total, local_rank, local_size, *shared)
 

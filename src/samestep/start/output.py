@@ -118,7 +118,6 @@ class Terminal:
             waiting.clear()
 
     def flush(self, seconds: float = 1.0) -> None:
-        """Write what waits, at most for this time."""
         self._erase_progress(ERR)
         until = time.monotonic() + seconds
         while self.waiting() and time.monotonic() < until:
@@ -130,8 +129,6 @@ class Terminal:
 
 
 class Log:
-    """The log file of one rank."""
-
     def __init__(self, path: Path, lost: Callable[[str], None]) -> None:
         self._lost = lost
         self._file: int | None = None

@@ -10,7 +10,6 @@ _TOOLS = ("uv/tools", "pipx/venvs", "pipx/shared")
 
 
 def scripts_python(env: Mapping[str, str] = os.environ) -> str:
-    """The path of the Python that runs scripts."""
     active = _active(env)
     return str(active) if active and _is_tool(sys.prefix) else sys.executable
 

@@ -82,7 +82,6 @@ class WorkerGroup:
             raise
 
     def watch(self) -> Outcome:
-        """Wait until the last worker has ended."""
         try:
             while self._alive() and not self._was_killed:
                 self._poll_once()

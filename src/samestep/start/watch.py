@@ -100,7 +100,6 @@ class Watch:
 
     @property
     def is_asked_to_stop(self) -> bool:
-        """Whether `samestep stop` has asked the run to stop."""
         return os.path.exists(self._run / STOP)
 
     def look(self, workers: Sequence[Worker], now: float, has_to_end: bool) -> bool:

@@ -40,8 +40,6 @@ class WorkerSpec(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A process that was started for a rank."""
-
     pid: int
     stdout: Any
     stderr: Any
@@ -82,8 +80,6 @@ class Guardian(Popen[bytes]):
 
 
 class Worker:
-    """A started rank."""
-
     def __init__(
         self, spec: WorkerSpec, guardian: Guardian, start: Callable[[WorkerSpec], Started] = start_process
     ) -> None:

@@ -201,9 +201,6 @@ class CheckpointDirectory:
         name = commit.entry.name
         before = _identity(dir_fd, name)
         value = read(name, dir_fd)
-        root = state_file.peek(name, dir_fd=dir_fd).root
-        if root != commit.numbered[1] or before != _identity(dir_fd, name):
-            raise CheckpointError(f"{name} was replaced while it was read", path=name)
         if not commit.is_renamed:
             self._good[name] = before
         return value
@@ -255,7 +252,6 @@ class CheckpointDirectory:
         return name
 
     def _seal(self, dir_fd: int, step: int, held: lease.Lease) -> state_file.Seal:
-        """The seal of the next commit."""
         record = held.record
         if self._named != record.commits:
             readable = [file for file in examine(dir_fd, record) if file.outline]

@@ -228,7 +228,6 @@ def _outline(fd: int) -> Outline:
 
 
 def _described(header: bytes) -> tuple[dict[str, Any], tuple[Blob, ...], Any]:
-    """The header's meta, table of blobs and tree."""
     described = json.loads(header)
     blobs = tuple(Blob(dtype, tuple(shape)) for dtype, shape in described["blobs"])
     return described["meta"], blobs, described["tree"]

@@ -60,7 +60,6 @@ class Record(NamedTuple):
 
 
 def this_process(job: str = "", attempt: int = 0) -> Holder:
-    """This process as a holder."""
     began = psutil.Process().create_time()
     return Holder(
         node()[:200], _digest(read_text(BOOT_ID) or node()), here(), os.getpid(), began, job[:200], attempt

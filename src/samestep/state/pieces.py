@@ -6,31 +6,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from errno import EIO
 from hashlib import blake2b
-from itertools import chain, islice
 from typing import Any
 
 from samestep.state.tree import Bad
 
 PIECE = 4 << 20  # bytes that are digested together; the format fixes it
-_AT_ONCE = 1 << 16
 
 
 @contextmanager
 def in_threads(
     count: int, function: Callable[[Any], bytes], items: Iterable[Any]
 ) -> Iterator[Iterator[bytes]]:
-    pool, items = ThreadPoolExecutor(count), iter(items)
-    first = list(islice(items, _AT_ONCE))
+    pool, listed = ThreadPoolExecutor(count), list(items)
     results: Iterator[bytes]
     try:
-        begun = pool.map(function, first)
+        results = pool.map(function, listed)
     except RuntimeError:
         # no thread can start while the interpreter exits; the last commit is then made without threads
-        results = map(function, chain(first, items))
-    else:
-        # submit in batches: a terabyte has more pieces than should wait in memory at once
-        batches = (pool.map(function, batch) for batch in iter(lambda: list(islice(items, _AT_ONCE)), []))
-        results = chain(begun, chain.from_iterable(batches))
+        results = map(function, listed)
     try:
         yield results
     finally:

@@ -62,7 +62,6 @@ class Spine(Member):
             self.group.hear_phases(subscriber.phase_begins)
 
     def tell(self, event: Callable[[Subscriber, Any], None], about: Any) -> None:
-        """Tell all subscribers of an event, one of Subscriber's methods."""
         for subscriber in self._subscribers:
             getattr(subscriber, event.__name__)(about)
 

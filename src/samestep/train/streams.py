@@ -75,7 +75,6 @@ def of_host() -> dict[str, Any]:
 
 
 def set_host(states: dict[str, Any]) -> None:
-    """Set the streams that have a state here."""
     if "torch" in states:
         torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
     if "python" in states:

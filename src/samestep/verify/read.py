@@ -36,8 +36,6 @@ _OF_BATCH = ("turn", "samples", "given")
 
 
 class Digest(NamedTuple):
-    """A digest of a tensor."""
-
     norm: float
     along: float  # its projection on a fixed direction
     bits: int  # the sum of its bits
@@ -148,7 +146,6 @@ class Run:
         return next((facts[name] for facts in self.facts if name in facts), None)
 
     def parts(self, step: int) -> list[dict[str, Any]]:
-        """The parts of a step, of all ranks."""
         return [part for rank in self.batch_ranks for part in rank[step].parts]
 
     def batch(self, name: str, step: int) -> list[float]:

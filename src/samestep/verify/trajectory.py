@@ -233,7 +233,6 @@ def _tensors(
 
 
 def total(digests: Digests) -> float:
-    """The norm of all tensors together."""
     return math.sqrt(math.fsum(digest.norm**2 for digest in digests.values() if math.isfinite(digest.norm)))
 
 

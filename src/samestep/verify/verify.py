@@ -68,7 +68,6 @@ class Report:
 
     @property
     def step(self) -> str:
-        """The verdict on the training step."""
         if self.is_augmented:
             return "augmented"
         verdict = "with_same" if self.draws else self.worst.verdict

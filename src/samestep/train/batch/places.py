@@ -129,7 +129,6 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _follow_unbind(self, pieces: Sequence[torch.Tensor], source: torch.Tensor, dim: int = 0) -> None:
-        """Treat each piece of unbind as the result of a select."""
         for index, piece in enumerate(pieces):
             args = source, dim, index
             self._follow(_SELECT, args, {}, piece, *self._run_probes(_SELECT, args, {}))

@@ -47,16 +47,6 @@ class TreeStore(dist.Store):  # type: ignore[misc, name-defined]
                 f"no rank set {', '.join(missing[:3])} within {limit.total_seconds():g} s"
             )
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        return True
-
     def set_timeout(self, timeout: timedelta) -> None:
         self._limit = timeout
 

@@ -76,7 +76,6 @@ class Output:
             self._tee.wait(_LAST_WORDS_S)
 
     def note_end(self, code: int) -> None:
-        """On rank 0, write how the run ended."""
         if self._run is None or self._rank != 0:
             return
         record = {"exit_code": code, "seconds": round(time.time() - self._began, 3), "failure": None}

@@ -29,7 +29,6 @@ def _spine() -> Spine | None:
 
 
 def is_ours(loader: DataLoader[Any]) -> bool:
-    """Whether samestep.loader made this loader."""
     parts = (loader.batch_sampler, loader.collate_fn)
     return any(type(part).__module__.startswith("samestep.") for part in parts)
 

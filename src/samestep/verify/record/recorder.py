@@ -118,7 +118,6 @@ class Recorder:
         wrap(os, "stat", self._stat)
 
     def finish(self) -> None:
-        """Write the facts, with the parameters and buffers at the end."""
         self._facts |= {
             "serial": not is_parallel(),
             "optimizers": len(self._taken),
