@@ -175,7 +175,6 @@ def torchs_wait(stack: Sequence[Frame]) -> str:
 
 
 def heading(script: str, rank: int, size: int, place: str, seconds: float, step: int | None) -> str:
-    """The first line of a report."""
     when = duration(seconds) + ("" if step is None else f", in step {step}")
     return f"{printable(script)} failed on rank {rank} of {size} ({printable(place)}) after {when}"
 

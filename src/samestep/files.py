@@ -75,7 +75,6 @@ def unnamed_file(data: bytes = b"", name: str = "samestep") -> BinaryIO:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
     with open_directory(directory) as fd:
         sync_names(fd)
 

@@ -103,7 +103,6 @@ class Hang(NamedTuple):
 
     @property
     def end(self) -> str:
-        """The message when the hang is over."""
         if self.is_together:
             return "all ranks have gone on"
         ranks = [state.rank for state in self.missing]

@@ -96,7 +96,6 @@ def recorded_traceback(failure: Failure) -> Traceback:
 
 
 def last_words(stderr: str) -> tuple[str, ...]:
-    """The last lines of a stderr without a traceback."""
     return tuple(_printed(line) for line in [line for line in _plain_lines(stderr) if line.strip()][-2:])
 
 
@@ -139,7 +138,6 @@ def _stack(lines: Iterable[str], thread: str) -> list[Frame]:
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[tuple[list[Frame], list[str]]]:
-    """The frames and the exception of each traceback."""
     frames, exception, is_over = list[Frame](), list[str](), False
     for line in lines:
         frame = _FRAME.match(line)

@@ -305,4 +305,4 @@ def test_a_random_stream_of_a_checkpoint_is_named() -> None:
     assert compare({"streams": [before]}, {"streams": [before]}).verdict == "same"
     random.random()
     (found,) = compare({"streams": [before]}, {"streams": [streams.capture()]}).differences
-    assert found.name == "streams.0.python.1"
+    assert found.name == "streams.0.python"

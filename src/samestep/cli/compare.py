@@ -4,14 +4,13 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import chain, count, groupby, islice, product
+from itertools import chain, count, islice, product
 from string import ascii_uppercase
-from textwrap import fill
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from samestep.cli.output import harmless, print_json, room, verb, working
+from samestep.cli.output import harmless, print_json, print_table, room, verb, working
 from samestep.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from samestep.compare.weights import Weights
 
 _LINES, _TABLES = 20, 4
-_WIDE = 80  # columns of the table; on a narrower terminal each difference takes a line or two
 _DIFFERENT, _UNREADABLE = 1, 2
 
 
@@ -72,7 +70,7 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
             click.echo(f"note: {note}", err=True)
         for name, file in zip(names, files, strict=True):
             click.echo(f"{name}  {file}")
-        _print(comparisons, None if everything else _LINES, room(_WIDE))
+        _print(comparisons, None if everything else _LINES)
     raise SystemExit(0 if is_equal else _DIFFERENT)
 
 
@@ -115,12 +113,13 @@ def _names() -> Iterator[str]:
         yield from map("".join, product(ascii_uppercase, repeat=length))
 
 
-def _print(comparisons: Sequence["Comparison"], limit: int | None, width: int) -> None:
+def _print(comparisons: Sequence["Comparison"], limit: int | None) -> None:
     unequal = [comparison for comparison in comparisons if comparison.differences]
     for comparison in unequal[:_TABLES]:
-        click.echo("\n" + "\n".join(_table(comparison, limit, width)))
+        click.echo()
+        _print_table(comparison, limit)
         if comparison.cause:
-            click.echo(f"\n{click.wrap_text(comparison.cause, width=width)}")
+            click.echo(f"\n{click.wrap_text(comparison.cause, width=room(80))}")
     click.echo()
     verdict = str(comparisons[0])
     if len(comparisons) > 1:
@@ -133,28 +132,21 @@ def _print(comparisons: Sequence["Comparison"], limit: int | None, width: int) -
     click.echo(verdict if plain else click.style(verdict, bold=True))
 
 
-def _table(comparison: "Comparison", limit: int | None, width: int) -> Iterator[str]:
-    """The largest differences in the order of the first file, by layer; tensors that a file lacks come last."""
+def _print_table(comparison: "Comparison", limit: int | None) -> None:
+    """Print the largest differences in the order of the first file; tensors that a file lacks come last."""
     ordered = sorted(comparison.differences, key=lambda difference: difference.kind == "missing")
     largest = sorted(ordered, key=lambda difference: (difference.kind == "missing", -difference.relative))
     kept = set(map(id, largest[:limit]))
-    shown = [difference for difference in ordered if id(difference) in kept]
     first, other = comparison.names
-    heading = f"{f'{other} against {first}':26}{'elements':>22}{'largest':>11}{'relative':>11}{'bits':>10}"
-    yield heading if width >= _WIDE else f"{other} against {first}"
-    for layer, members in groupby(shown, key=lambda difference: difference.layer):
-        if layer:
-            yield layer
-        for difference in members:
-            yield _row(difference, first, other, width)
-    if hidden := len(comparison.differences) - len(shown):
-        yield f"and {hidden} smaller (--all lists them)"
+    rows = [_row(difference, first, other) for difference in ordered if id(difference) in kept]
+    print_table([(f"{other} against {first}", "elements", "largest", "relative", "bits"), *rows])
+    if hidden := len(comparison.differences) - len(rows):
+        click.echo(f"and {hidden} smaller (--all lists them)")
 
 
-def _row(d: "Difference", first: str, other: str, width: int) -> str:
+def _row(d: "Difference", first: str, other: str) -> tuple[object, ...]:
     from samestep.compare.compare import amount
 
-    label = f"  {d.name.removeprefix(f'{d.layer}.')}" if d.layer else d.name
     match d.kind:
         case "missing":
             text = f"only in {first if d.b is None else other}: {d.a or d.b}"
@@ -166,14 +158,9 @@ def _row(d: "Difference", first: str, other: str, width: int) -> str:
         case "value" if d.size == 1:
             text = f"{d.a} and {d.b}"
         case _:
-            elements = f"{d.elements} of {d.size}"
             largest, relative = (amount(value, d.nans) for value in (d.absolute, d.relative))
-            if width < _WIDE:
-                text = f"{label.strip()} {elements}, largest {largest}, relative {relative}, bits {d.bits}"
-                return fill(text, width, subsequent_indent="    ")
-            elements = f"{elements:>{max(0, 48 - max(26, len(label)))}}"
-            return f"{label:26}{elements}{largest:>11}{relative:>11}{d.bits:>10}"
-    return f"{label:26}  {text}" if width >= _WIDE else f"{label} {text}"
+            return d.name, f"{d.elements} of {d.size}", largest, relative, d.bits
+    return d.name, text, "", "", ""
 
 
 def _facts(comparison: "Comparison") -> dict[str, Any]:

@@ -42,8 +42,6 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
 
 
 class Tail:
-    """The part of a file that has not been shown yet."""
-
     def __init__(self, path: Path, prefix: str) -> None:
         self._path, self._prefix = path, prefix
         self._shown, self._rest = 0, ""

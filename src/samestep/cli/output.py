@@ -152,6 +152,8 @@ def print_table(rows: Sequence[Sequence[object]], err: bool = False) -> None:
         for row in zip(*(column[1:] for column in columns), strict=True):
             click.echo(f"{rows[0][0]} {row[0]}", err=err)
             for heading, cell in zip(rows[0][1:], row[1:], strict=True):
+                if not cell:
+                    continue
                 text = fill(f"{heading} {cell}", room(), initial_indent="  ", subsequent_indent="    ")
                 click.echo(text, err=err)
         return

@@ -89,7 +89,6 @@ class Calls(Library):
         return positional, named
 
     def _new(self, class_: Class, node: ast.Call, arguments: Values, named: Named) -> Value:
-        """A new object of a class of the project."""
         instance = self.made[self.key(node)] = Instance(class_, self.key(node))
         value = Value("instance", instance, models_of(*arguments, *named.values()))
         if class_.descends_from("DataLoader"):

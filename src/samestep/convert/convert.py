@@ -159,7 +159,6 @@ def _leave_alone(findings: Findings, source: Source) -> None:
 
 
 def _replicate(followed: Follower, script: Source) -> None:
-    """Replicate each model that an optimizer steps."""
     findings, adds = followed.findings, "sum" in followed.findings.losses
     if not followed.backwards:
         followed.called |= followed.called_quietly

@@ -342,7 +342,6 @@ class Expressions(Names):
         return self.total(node) if (is_rows and self.is_outside) or is_unknown else value
 
     def each(self, over: Value) -> Loop:
-        """The loop over this value."""
         if over.kind == "each":
             loop: Loop = over.of
             return loop

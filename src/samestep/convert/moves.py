@@ -27,7 +27,6 @@ def leave_on_host(findings: Findings, sources: Iterable[Source]) -> None:
 
 
 def _loops(findings: Findings, source: Source) -> list[ast.For]:
-    """The loops over batches."""
     loops = (node for node in ast.walk(source.tree) if isinstance(node, ast.For))
     return [loop for loop in loops if findings.over.get(source.span(loop)) == "batches"]
 

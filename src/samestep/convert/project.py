@@ -46,8 +46,6 @@ class Function:
 
 @dataclass(eq=False)
 class Class:
-    """A class of the project."""
-
     node: ast.ClassDef
     bases: Values
     scope: Scope

@@ -120,7 +120,6 @@ def over_rows(node: ast.Call, dims: list[ast.expr], in_forward: int) -> bool:
 
 
 def reduced(name: str, value: Value, is_over_rows: bool, has_dim: bool, batch: Loop | None) -> Value:
-    """The value of a reduction."""
     if value.kind in NUMBERS:
         is_number = name in NAMED["mean"] | NAMED["sum"]
         return value if is_number else Value(Kind.OTHER, f"is {name} of a value of a share")

@@ -370,7 +370,6 @@ class Totals(Following):
 
 
 def name_of(node: ast.Call) -> str:
-    """The name of the method that is called."""
     return node.func.attr if isinstance(node.func, ast.Attribute) else ""
 
 

@@ -48,7 +48,6 @@ class Run:
 
 
 def setups() -> list[Setup]:
-    """The setups that this machine can compare."""
     return [Setup(1, 1), Setup(2, 2), Setup(1, 2)] if len(cores()) > 1 else [Setup(1, 1), Setup(2, 1)]
 
 

@@ -108,7 +108,6 @@ class Run:
 
     @property
     def step(self) -> int | None:
-        """The step that every rank has reached."""
         return min((pulse.step for pulse in self.pulses.values() if pulse.step >= 0), default=None)
 
     @cached_property

@@ -142,7 +142,6 @@ class Row:
 
 
 def rows_of(measured: Sequence[Measured], variants: Sequence[Variant], weak: bool = False) -> list[Row]:
-    """The rows by variant, in the order of the plan."""
     runs = {variant: [run for run in measured if run.variant == variant] for variant in variants}
     base = runs[variants[0]]
     return [Row(variant, runs[variant], base, weak) for variant in variants if runs[variant] and base]

@@ -279,7 +279,6 @@ class CheckpointDirectory:
                 outline = None if entry.name in self._good else _peeked(dir_fd, entry).outline
                 if outline is None or outline.seal.run == run:
                     os.unlink(entry.name, dir_fd=dir_fd)
-                    self._good.pop(entry.name, None)
 
     def _sweep(self, dir_fd: int) -> None:
         """Remove unfinished files of ended writers; a writer on another machine counts as ended after an hour."""

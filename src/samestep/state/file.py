@@ -234,7 +234,6 @@ def _described(header: bytes) -> tuple[dict[str, Any], tuple[Blob, ...], Any]:
 
 
 def _read_blobs(fd: int, outline: Outline, memory: Sequence[memoryview] | None) -> None:
-    """Read all blobs, into `memory` if it is given, and check their digests."""
 
     def jobs() -> Iterator[tuple[int, int, memoryview | None]]:
         for index, (at, gap) in enumerate(outline.offsets()):

@@ -19,7 +19,7 @@ def map_tensors(change: Callable[[Any], Any], value: Any, *, movable: bool = Fal
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(change, item, movable=movable) for item in value)
     if isinstance(value, Mapping):
-        copied: Any = {} if type(value) is dict else copy.copy(value)
+        copied: Any = copy.copy(value)
         for key, item in value.items():
             copied[key] = map_tensors(change, item, movable=movable)
         return copied

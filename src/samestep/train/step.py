@@ -58,8 +58,7 @@ class Spine(Member):
         if subscriber in self._subscribers:
             return
         self._subscribers.append(subscriber)
-        if type(subscriber).phase_begins is not Subscriber.phase_begins:
-            self.group.hear_phases(subscriber.phase_begins)
+        self.group.hear_phases(subscriber.phase_begins)
 
     def tell(self, event: Callable[[Subscriber, Any], None], about: Any) -> None:
         for subscriber in self._subscribers:

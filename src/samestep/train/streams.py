@@ -41,16 +41,11 @@ def seed_host(seed: int) -> None:
 
 def capture() -> bytes:
     """Local. The states of this process's streams, as bytes for `restore`."""
-    name, words, *rest = np.random.get_state(legacy=True)
-    kept: dict[str, Any] = {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "python": random.getstate(),
-        "numpy": [name, np.asarray(words).tolist(), *rest],
-    }
+    states = of_host()
     kind, state = stream_of_device(in_use=False)
     if state is not None:
-        kept[kind] = state.numpy().tobytes().hex()
-    return json.dumps(kept).encode()
+        states[kind] = state.numpy().tobytes()
+    return json.dumps(states, default=bytes.hex).encode()
 
 
 @contextmanager
@@ -75,45 +70,44 @@ def of_host() -> dict[str, Any]:
 
 
 def set_host(states: dict[str, Any]) -> None:
+    """Set the streams that have a state here; in a state from JSON, bytes are hexadecimal."""
     if "torch" in states:
-        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
+        torch.set_rng_state(_tensor(states["torch"]))
     if "python" in states:
         version, numbers, gauss = states["python"]
-        random.setstate((version, tuple(np.frombuffer(numbers, np.uint32).tolist()), gauss))
+        random.setstate((version, tuple(_numbers(numbers).tolist()), gauss))
     if "numpy" in states:
         name, words, *rest = states["numpy"]
-        np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
+        np.random.set_state((name, _numbers(words), *rest))
 
 
 def restore(kept: bytes, names: Collection[str] | None = None) -> None:
     """Local. Set all streams, or those named, to the states that `capture` returned."""
-    streams = {name: state for name, state in json.loads(kept).items() if names is None or name in names}
-    if "torch" in streams:
-        torch.set_rng_state(_tensor(streams["torch"]))
-    if "python" in streams:
-        version, words, gauss = streams["python"]
-        random.setstate((version, tuple(words), gauss))
-    if "numpy" in streams:
-        np.random.set_state(tuple(streams["numpy"]))
-    for kind in streams.keys() - set(OF_HOST):
-        set_stream_of_device(kind, _tensor(streams[kind]))
+    states = {name: state for name, state in json.loads(kept).items() if names is None or name in names}
+    set_host(states)
+    for kind in states.keys() - set(OF_HOST):
+        set_stream_of_device(kind, _tensor(states[kind]))
 
 
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+def _bytes(state: str | bytes) -> bytearray:
+    return bytearray.fromhex(state) if isinstance(state, str) else bytearray(state)
+
+
+def _tensor(state: str | bytes) -> torch.Tensor:
+    return torch.frombuffer(_bytes(state), dtype=torch.uint8)
+
+
+def _numbers(state: str | bytes) -> Any:
+    return np.frombuffer(_bytes(state), np.uint32)
 
 
 def digest() -> bytes:
     """8 bytes that identify the states of this process's streams."""
-    state = hashlib.blake2b(torch.get_rng_state().numpy().data, digest_size=8)
-    _, numbers, gauss = random.getstate()
-    _, words, *rest = np.random.get_state(legacy=True)
-    state.update(np.asarray(numbers, np.uint64).tobytes() + np.asarray(words).tobytes())
-    state.update(repr((gauss, rest)).encode())
-    _, of_device = stream_of_device(in_use=True)
-    if of_device is not None:
-        state.update(of_device.numpy().tobytes())
-    return state.digest()
+    states, (_, of_device) = of_host(), stream_of_device(in_use=True)
+    (_, numbers, gauss), (_, words, *rest) = states["python"], states["numpy"]
+    parts = [states["torch"], numbers, words, repr((gauss, rest)).encode()]
+    parts += [] if of_device is None else [of_device.numpy().tobytes()]
+    return hashlib.blake2b(b"".join(parts), digest_size=8).digest()
 
 
 def different(first: bytes, second: bytes) -> list[str]:

@@ -190,7 +190,6 @@ def record_path(directory: Path, rank: int) -> Path:
 
 
 def read_record(directory: Path, size: int, result: "Result") -> Run:
-    """The run recorded in this directory, with the result of its trial."""
     records = (_read_rank(record_path(directory, rank)) for rank in range(size))
     ranks, facts, printed = zip(*records, strict=True)
     report = result.report or result.text

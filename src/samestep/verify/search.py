@@ -41,7 +41,6 @@ class Search:
         return replace(compared, difference=None) if self._is_amplified(compared) else compared
 
     def explain(self, size: int) -> Compared:
-        """Find all causes of the difference at this size; returns the comparison without them."""
         compared = self.without(size)
         while compared.difference is not None and len(self.causes) < _MOST_CAUSES:
             after = self._without_clock(compared, size) or self._find_next(compared, size)

@@ -66,7 +66,6 @@ def of_kind(kind: str, items: Iterable[Item]) -> list[Item]:
 
 
 def item_of(rank: int, value: Any) -> Item:
-    """A rank's value as an item: bytes, or a value for JSON."""
     kind, data = ("payload", value) if isinstance(value, bytes) else ("json", json.dumps(value).encode())
     return Item(kind, [[rank, rank]], data)
 
