@@ -111,11 +111,6 @@ def test_fewer_than_two_commits_are_never_kept(tmp_path):
         CheckpointDirectory(tmp_path, keep=1)
 
 
-def test_a_negative_step_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="step -1 is negative"):
-        CheckpointDirectory(tmp_path).commit(packed(1), -1)
-
-
 def test_each_bad_commit_is_named_and_an_older_one_is_used(tmp_path):
     commits, paths = committed(tmp_path, 1, 2, 3, 4, 5)
     damage(paths[4])

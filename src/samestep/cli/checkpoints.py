@@ -71,7 +71,4 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 
 def _when(meta: dict[str, Any]) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
-    except (KeyError, TypeError, ValueError, OverflowError, OSError):
-        return "-"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"])) if "time" in meta else "-"

@@ -111,8 +111,6 @@ class CheckpointDirectory:
 
     def commit(self, packed: state_file.Packed, step: int) -> Path:
         """Write a state as the newest commit; after a CheckpointError all older commits are unchanged."""
-        if step < 0:
-            raise UsageError(f"step {step} is negative; count the steps taken")
         try:
             self._make()
             # all names are looked up in this descriptor, so no link can lead out of the directory

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from samestep.errors import CheckpointError, UsageError
+from samestep.errors import CheckpointError
 from samestep.state.pieces import (
     PIECE,
     blob_digest,
@@ -43,7 +43,6 @@ _MAGIC = b"samestep"
 # magic, version, blobs, header bytes, file bytes; the seal: run, number, step, root of the previous commit; root digest
 _PREAMBLE = struct.Struct("<8sIIQQ16sQQ32s32s")
 _SEALED = _PREAMBLE.size - 32
-_META_LIMIT = 64 << 10  # bytes of JSON
 _ENTRY = re.compile(r"(\d{6,})-step-(\d+)-[0-9a-f]{8}\.samestep")
 
 
@@ -114,12 +113,6 @@ def pack(state: object, meta: Mapping[str, Any] | None = None, leaf: Leaf | None
     """Prepare a state for writing, without copies; `leaf` returns the buffer of values that are not plain."""
     packer = Packer(leaf or (lambda value, where: None))
     tree = packer.node(state)
-    try:
-        described = json.dumps(dict(meta or {}), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"meta is not plain JSON ({error}); give str, finite numbers, bool, None") from error
-    if len(described) > _META_LIMIT:
-        raise UsageError(f"meta takes {len(described)} bytes, above {_META_LIMIT}; put it in the state")
     outline = {"meta": dict(meta or {}), "blobs": packer.blobs, "tree": tree}
     header = json.dumps(outline, separators=(",", ":"), allow_nan=False).encode("ascii")
     return Packed(header, tuple(packer.buffers))

@@ -38,26 +38,6 @@ def test_what_cannot_be_carried_is_said_before_the_first_step(run, tmp_path):
         assert re.search(f"^seen is {kind}", said[0], re.MULTILINE), said[0]
 
 
-def test_a_whole_file_that_is_no_state_of_a_run_is_passed_over(run, tmp_path):
-    source = """
-        from samestep.state.directory import CheckpointDirectory
-        checkpoint = samestep.Checkpoint(sys.argv[1], model=model, train=train)
-        if checkpoint.resume() == 0:
-            for _ in train.epochs(1):
-                for x, in train:
-                    checkpoint.step()
-            if world.rank == 0:
-                packed = __import__("samestep.state.file", fromlist=["pack"]).pack([1, 2])
-                CheckpointDirectory(sys.argv[1], 9).commit(packed, 5)
-    """
-    directory = tmp_path / "commits"
-    assert run(source, 1, directory)[0] == [0]
-    codes, said = run(source, 2, directory)
-    assert codes == [0, 0], said
-    assert "is not damaged, but it holds no state of a run; an older checkpoint is used" in said[0]
-    assert re.search("going on after step 4 .*; train has done 1 epoch\n", said[0])
-
-
 def test_a_dataset_that_draws_with_a_generator_of_its_own_is_the_same_after_a_resume(run, tmp_path):
     source = """
         class Noisy:
@@ -110,8 +90,9 @@ def test_a_stop_commits_every_checkpoint(run, tmp_path):
 def test_a_run_that_resumes_takes_the_time_of_reading_for_that_of_a_commit(run, tmp_path):
     source = """
         checkpoint = samestep.Checkpoint(sys.argv[1], every=1, model=model, train=train)
-        read = checkpoint._read_run
-        checkpoint._read_run = lambda name, dir_fd: (time.sleep(1.5), read(name, dir_fd))[1]
+        from samestep.train.checkpoint import capture
+        read = capture.read
+        capture.read = lambda name, dir_fd: (time.sleep(1.5), read(name, dir_fd))[1]
         if checkpoint.resume():
             print("a commit takes", checkpoint._commit_seconds)
         for x, in train:

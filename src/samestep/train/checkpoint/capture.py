@@ -42,8 +42,6 @@ def pack(
 
     def snapshot(tensor: Tensor, nbytes: int, into: Tensor) -> memoryview:
         nonlocal used
-        if used + nbytes > len(into):
-            raise UsageError(f"the state does not fit into {len(into)} bytes; give it `Packed.bulk` of them")
         target = into[used : used + nbytes]
         used += -(-nbytes // state_file.ALIGN) * state_file.ALIGN
         memory = target.numpy().data
@@ -67,7 +65,7 @@ def bulk(state: object) -> int:
     return sum(-(-blob.nbytes // state_file.ALIGN) * state_file.ALIGN for blob in packer.blobs)
 
 
-def read(file: str | os.PathLike[str] | int, *, dir_fd: int | None = None) -> tuple[Any, dict[str, Any]]:
+def read(file: str | os.PathLike[str] | int, dir_fd: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Local. The state, each tensor in its own memory, and the meta data, after every byte was checked."""
     return state_file.read(file, _room, dir_fd=dir_fd)
 

@@ -19,7 +19,6 @@ from samestep.errors import CheckpointError, RanksDiffer, SamestepError, UsageEr
 from samestep.rendezvous.member import say
 from samestep.rundir import CHECKPOINTED
 from samestep.state.directory import CheckpointDirectory
-from samestep.state.file import peek
 from samestep.state.slots import slots_of
 from samestep.text import name_ranks
 from samestep.train import streams
@@ -29,7 +28,6 @@ from samestep.train.checkpoint.parts import (
     OWN,
     Part,
     Values,
-    check_state,
     checked_every,
     checked_parts,
     load_part,
@@ -48,7 +46,6 @@ from samestep.train.model.replicas import Replicas
 
 _RETRY_SECONDS = 30.0
 _LEAVE_SECONDS = 10.0
-_LONGEST_COMMIT = 86_400.0
 
 
 class Checkpoint:
@@ -119,7 +116,7 @@ class Checkpoint:
         found, failure, begun = None, "", time.monotonic()
         if self._world.rank == 0:
             try:
-                found = self._directory.newest(self._read_run, self._writer.slots)
+                found = self._directory.newest(capture.read, self._writer.slots)
                 if found is not None:
                     self._check_facts(found.value[0][OWN], found.value[1])
             except SamestepError as error:
@@ -136,10 +133,8 @@ class Checkpoint:
             for reason in found.refused:
                 say(f"{reason}; an older checkpoint is used")
             state, meta = found.value
-            kept = meta.get("commit_seconds")
-            kept = kept if isinstance(kept, float) and 0 <= kept < _LONGEST_COMMIT else 0.0
             # the state holds the time of the commit before it; reading takes about as long as writing
-            self._note_commit(max(kept, read_seconds, self._commit_seconds))
+            self._note_commit(max(meta["commit_seconds"], read_seconds, self._commit_seconds))
             with self._directory.opened(found) as file:
                 self._group.hand_out(file)
         else:
@@ -308,11 +303,6 @@ class Checkpoint:
             limit = f"this job's time limit is {self._requests.job_seconds:.0f} s"
             trained = "so almost nothing is trained between two stops; ask for more --time"
             say(f"a commit takes {seconds:.1f} s and {limit}, {trained}")
-
-    def _read_run(self, name: str | int, dir_fd: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        state, meta = capture.read(name, dir_fd=dir_fd)
-        check_state(str(name), state, peek(name, dir_fd=dir_fd).seal.step)
-        return state, meta
 
     def _outcome(self) -> str:
         self._writer.wait()

@@ -151,10 +151,3 @@ def _lay_out_as_parameters(optimizer: Optimizer) -> None:
             is_like = isinstance(value, Tensor) and value.shape == parameter.shape
             if is_like and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def check_state(file: str, state: Any, step: int) -> None:
-    """Raise CheckpointError for a file without damage that holds no state of a run after this step."""
-    own = state.get(OWN) if isinstance(state, dict) else None
-    if not isinstance(own, dict) or own.get("step") != step:
-        raise CheckpointError(f"{file} is not damaged, but it holds no state of a run", path=file)
