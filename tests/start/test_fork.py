@@ -242,18 +242,33 @@ def test_kill_9_of_launcher_and_guardian_leaves_no_forked_rank_nor_warm_process(
 
 
 @pytest.mark.slow
-def test_where_a_fork_is_not_safe_python_starts_the_ranks(launcher):
+def test_where_a_fork_is_not_safe_spare_processes_become_ranks_and_end_with_the_launcher(launcher, gone):
     launcher.write(WAITING)
     launcher.write(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n",
         "sitecustomize.py",
     )
     launcher.env["PYTHONPATH"] = str(launcher.home)
-    started = launcher.start("-n", "2", "--fork", "train.py")
-    ranks(started, 0)
-    assert not any("warm.py" in read(f"/proc/{pid}/cmdline") for pid in children(started.process.pid))
-    (launcher.home / "end").touch()
-    assert started.finish()[0] == 0
+    started = launcher.start("-n", "2", "--max-restarts", "3", "train.py")
+    first = ranks(started, 0)
+    until = time.monotonic() + 30
+    while (
+        len(
+            spares := [
+                pid
+                for pid in children(started.process.pid)
+                if "warm.py" in read(f"/proc/{pid}/cmdline") and "unix_stream" in read(f"/proc/{pid}/wchan")
+            ]
+        )
+        < 2
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.kill(first[1], signal.SIGKILL)
+    assert sorted(ranks(started, 1)) == sorted(spares)
+    started.process.kill()
+    started.finish()
+    gone([*first, *spares], 2)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Starts ranks quickly: forks them from a warm process, which has imported torch.
+"""Starts ranks quickly from warm processes, which have imported torch: forked, or as spares if forking is not safe.
 
-Covered: a warm process that is not ready, cannot be forked safely, or has ended; then Python starts the ranks as usual.
+Covered: warm processes that are not ready, have ended or were killed; then Python starts the ranks as usual.
 """
 
 import ctypes
@@ -24,83 +24,94 @@ from samestep.start.worker import Guardian, Started, WorkerSpec, start_process
 
 _FILE = Path(__file__).with_name("warm.py")
 _CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+_FORKS = b"forks"  # the message of a ready process that may be forked
 _READY_S = 120.0  # for a warm process to import torch
 _TEND_S = 0.5  # between two checks of the warm processes
 _ANSWER_S = 5.0  # for a warm process to start a rank
 
 
 class Warm:
-    """The warm process of a launcher; there may be none."""
+    """The warm processes of a launcher: a single process to fork, or spare processes that become ranks."""
 
-    def __init__(self, path: Sequence[str], env: Mapping[str, str], errors: Path, guardian: Guardian) -> None:
-        """`path` is where the scripts search modules first; stderr of the warm process goes to the file `errors`."""
-        self._command, self._env = [scripts_python(), str(_FILE), *path], env
-        self._errors, self._guardian = errors, guardian
-        self._process: Popen[bytes] | None = None
-        self._is_ready = False
-        self._tend_at = 0.0 if sys.platform == "linux" else inf  # elsewhere a fork is not safe
+    def __init__(
+        self, path: Sequence[str], env: Mapping[str, str], size: int, errors: Path, guardian: Guardian
+    ) -> None:
+        """`path` is where the scripts search modules first; stderr of the warm processes goes to the file `errors`."""
+        self._new = partial(_Warm, path, env, errors, guardian)
+        self._size, self._all, self._tend_at = size, list[_Warm](), 0.0
 
     def tend(self, now: float) -> None:
-        """Keep a warm process running."""
+        """Keep a warm process running, or one per rank if they cannot be forked."""
         if now < self._tend_at:
             return
         self._tend_at = now + _TEND_S
-        if self._process is not None and (status := self._process.poll()) is not None:
-            self.close()
-            if status > 0:  # it cannot import torch, or not be forked, and never will
-                self._tend_at = inf
-                return
-        if self._process is None:
-            with suppress(OSError):  # as on a full disk: then Python starts the ranks
-                self._begin()
+        for warm in list(self._all):
+            if (status := warm.process.poll()) is not None:
+                self._remove(warm)
+                if status > 0:  # it cannot import torch, and never will
+                    self._tend_at = inf
+                    return
+        spares = self._size if any(warm.is_ready() and not warm.forks for warm in self._all) else 1
+        with suppress(OSError):  # as on a full disk: then Python starts the ranks
+            while len(self._all) < spares:
+                self._all.append(self._new())
 
     def wait(self, *signals: int) -> None:
-        """Wait until the warm process is ready, a signal has arrived, or the time is over."""
+        """Wait until a warm process is ready, a signal has arrived, or the time is over."""
         self.tend(time.monotonic())
-        if self._process is not None:
-            select.select([self._orders.fileno(), *signals], [], [], _READY_S)
+        if self._all:
+            select.select([self._all[0].orders.fileno(), *signals], [], [], _READY_S)
 
     def start(self, spec: WorkerSpec) -> Started:
-        """Start a rank from the warm process; if it does not answer, as a new Python process."""
-        if self._process is not None:
-            self._is_ready = self._is_ready or bool(self._answer(0.0))
-            if self._is_ready and (rank := self._fork(spec)):
+        """Start a rank from a warm process; if none answers, as a new Python process."""
+        for warm in [warm for warm in self._all if warm.is_ready()]:
+            rank = warm.start(spec)
+            if rank is None or not warm.forks:
+                self._all.remove(warm)
+            if rank is not None:
                 return rank
-            if self._is_ready:
-                self.close()
+            warm.close()
         return start_process(spec)
 
     def close(self) -> None:
-        process, self._process, self._is_ready = self._process, None, False
-        if process is None:
-            return
-        self._orders.close()
-        with suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
-        self._guardian.watch(process.pid, "-")
+        while self._all:
+            self._remove(self._all[0])
 
-    def _begin(self) -> None:
+    def _remove(self, warm: "_Warm") -> None:
+        self._all.remove(warm)
+        warm.close()
+
+
+class _Warm:
+    """A single warm process."""
+
+    def __init__(self, path: Sequence[str], env: Mapping[str, str], errors: Path, guardian: Guardian) -> None:
+        self.orders, their_end = socket.socketpair()
+        self._guardian = guardian
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        with open(os.open(self._errors, flags, 0o600), "ab") as file:
-            self._orders, their_end = socket.socketpair()
-            with their_end:
-                self._process = Popen(
-                    self._command,
-                    bufsize=0,
-                    env=self._env,
-                    stdin=their_end.fileno(),
-                    stdout=DEVNULL,
-                    stderr=file,
-                    start_new_session=True,
-                )
-        self._guardian.watch(self._process.pid)
+        with their_end, open(os.open(errors, flags, 0o600), "ab") as file:
+            self.process = Popen(
+                [scripts_python(), str(_FILE), *path],
+                bufsize=0,
+                env=env,
+                stdin=their_end.fileno(),
+                stdout=DEVNULL,
+                stderr=file,
+                start_new_session=True,
+            )
+        guardian.watch(self.process.pid)
+        self.forks: bool | None = None  # not known before it is ready
 
-    def _fork(self, spec: WorkerSpec) -> Started | None:
+    def is_ready(self) -> bool:
+        if self.forks is None and (answer := self._answer(0.0)):
+            self.forks = answer == _FORKS
+        return self.forks is not None
+
+    def start(self, spec: WorkerSpec) -> Started | None:
         """Start a rank; None if the warm process does not answer."""
         descriptors = spec.descriptors
         order: dict[str, object] = {"command": spec.command, "env": spec.env, "cores": spec.cores}
-        order |= {"named": list(descriptors), "launcher": os.getpid()}
+        order |= {"named": list(descriptors), "launcher": os.getpid(), "fork": self.forks}
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         with open(os.devnull, "rb") as devnull, unnamed_file(json.dumps(order).encode()) as file:
             stdin = devnull.fileno() if spec.stdin is None else spec.stdin
@@ -113,13 +124,15 @@ class Warm:
             finally:
                 os.close(out_end)
                 os.close(err_end)
-        return Started(pid, FileIO(out), FileIO(err), partial(_reap, pid))
+        return Started(
+            pid, FileIO(out), FileIO(err), partial(_reap, pid) if self.forks else self.process.poll
+        )
 
     def _ask(self, descriptors: Sequence[int]) -> int:
         """Send an order; returns the pid of the new rank, which the kernel makes a child of this process."""
         _adopt(True)
         try:
-            socket.send_fds(self._orders, [b"!"], descriptors)
+            socket.send_fds(self.orders, [b"!"], descriptors)
             return int(self._answer(_ANSWER_S))
         finally:
             _adopt(False)
@@ -127,9 +140,16 @@ class Warm:
     def _answer(self, wait_s: float) -> bytes:
         """The next message, which it sends at once; b"" if it has ended."""
         with suppress(OSError):
-            if select.select([self._orders], [], [], wait_s)[0]:
-                return self._orders.recv(64)
+            if select.select([self.orders], [], [], wait_s)[0]:
+                return self.orders.recv(64)
         return b""
+
+    def close(self) -> None:
+        self.orders.close()
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        self._guardian.watch(self.process.pid, "-")
 
 
 def _reap(pid: int) -> int | None:
@@ -140,5 +160,5 @@ def _reap(pid: int) -> int | None:
 
 def _adopt(is_on: bool) -> None:
     """Set whether orphaned descendants become children of this process."""
-    if ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, int(is_on), 0, 0, 0):
+    if sys.platform == "linux" and ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, int(is_on), 0, 0, 0):
         raise OSError("the kernel refuses to give this process the children of another")

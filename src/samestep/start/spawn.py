@@ -103,7 +103,7 @@ def _warm(size: int, threads: int, guardian: Guardian, stack: ExitStack) -> Warm
         return None
     path = [os.path.abspath(place) for place in sys.path]
     env = {**defaults(threads), **os.environ}
-    warm = stack.enter_context(closing(Warm(path, env, Path(os.devnull), guardian)))
+    warm = stack.enter_context(closing(Warm(path, env, size, Path(os.devnull), guardian)))
     warm.wait()
     return warm
 

@@ -1,4 +1,4 @@
-"""A process that imports torch and forks ranks when it is ordered to; run as a file, on Linux.
+"""A process that imports torch and waits for orders: it forks ranks, or becomes a rank itself; run as a file.
 
 Orders arrive on a socket, its standard input. A rank behaves as `python script.py` or `python -m module` would, except
 that torch is imported before the script's first line.
@@ -44,20 +44,19 @@ _ADOPTED_S = 1.0  # for the kernel to make the launcher the parent
 
 
 def main() -> None:
-    """Wait for orders until the launcher has ended; in a forked process, run the script."""
+    """Wait for orders until this process becomes a rank, or the launcher has ended."""
     orders = socket.socket(fileno=os.dup(0))
     libc = ctypes.CDLL(None)
-    libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if sys.platform == "linux":
+        libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     kept: dict[str, ModuleType] = {}
     atexit.register(_leave_whole, kept)  # registered before torch's own functions, and so called after them
     _load()
     kept |= {name: sys.modules[name] for name in sys.modules.keys() - sys.stdlib_module_names - {"__main__"}}
-    if not _is_forkable():
-        sys.exit(1)
-    orders.sendall(b"ready")
+    orders.sendall(b"forks" if _is_forkable() else b"spare")
     while (received := _received(orders)) is not None:
         order, descriptors = received
-        if _has_forked():
+        if order["fork"] and _has_forked():
             for descriptor in descriptors:
                 os.close(descriptor)
             continue
@@ -91,6 +90,8 @@ def _leave_whole(modules: dict[str, ModuleType]) -> None:
 
 def _is_forkable() -> bool:
     """Whether this process has a single thread after a fork; a BLAS library ends its threads before a fork."""
+    if sys.platform != "linux":
+        return False
     pid = os.fork()
     if not pid:
         os._exit(0)
@@ -120,11 +121,13 @@ def _has_forked() -> bool:
 
 def _become(order: dict[str, Any], descriptors: list[int], orders: socket.socket, libc: ctypes.CDLL) -> None:
     """Take over session, parent, descriptors, cores and environment, as a new process of the launcher has them."""
-    os.setsid()
+    if os.getsid(0) != os.getpid():
+        os.setsid()
     until = time.monotonic() + _ADOPTED_S
     while os.getppid() != order["launcher"] and time.monotonic() < until:
         time.sleep(0.0002)
-    libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if sys.platform == "linux":
+        libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     reader = select.poll()
     reader.register(descriptors[1], 0)  # the launcher closes this pipe if it gave this rank up
     if os.getppid() != order["launcher"] or reader.poll(0):
