@@ -6,7 +6,6 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from samestep.rendezvous.channel import checked
 from samestep.rendezvous.member import merged as merged_spans
 
 Ranks = list[list[int]]  # spans of ranks: first and last
@@ -38,18 +37,9 @@ def message_of(items: Sequence[Item]) -> bytes:
     return pack([[item.kind, item.ranks] for item in items], [item.value for item in items])
 
 
-def items_of(message: bytes, num_ranks: int) -> list[Item]:
-    """The items of a message; raises one of NONSENSE for bytes that are no message."""
-    items = []
-    for head, value in zip(*unpack(message), strict=True):
-        kind, ranks = checked(head, (str, list))
-        pairs = [ranks] if kind == "block" else ranks
-        numbers = [number for pair in pairs for number in checked(pair, (int, int))]
-        if not 0 <= min(numbers) <= max(numbers) < num_ranks:
-            raise ValueError("no rank")
-        items.append(Item(kind, ranks, value))
-        value_of(items[-1])
-    return items
+def items_of(message: bytes) -> list[Item]:
+    """The items of a message; raises one of NONSENSE for other bytes."""
+    return [Item(kind, ranks, value) for (kind, ranks), value in zip(*unpack(message), strict=True)]
 
 
 def merged(items: Iterable[Item]) -> list[Item]:

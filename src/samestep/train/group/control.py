@@ -6,7 +6,6 @@ be mixed up with exchanges of gradients. Each message carries the call and its l
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from opcode import opname
 from types import FrameType
 
@@ -33,7 +32,7 @@ def exchange(tree: Tree, place: str, mine: Sequence[Item], join: Join, limit_s: 
         return message_of([*places, *(join(rest) if rest else [])])
 
     try:
-        answer: list[Item] = tree.round(partial(items_of, num_ranks=tree.size), joined, limit_s)
+        answer: list[Item] = tree.round(items_of, joined, limit_s)
     except Late as error:
         waiting = sorted(set(range(tree.size)) - set(error.ranks))
         raise RankMissing(
