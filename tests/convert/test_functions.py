@@ -82,6 +82,17 @@ def test_a_hook_is_listed_as_its_share_goes_where_it_is_not_followed():
     assert "a hook (model.register_forward_hook) gets this process's share" in gap
 
 
+def test_a_hook_of_a_parameter_stays_as_it_gets_the_gradient_of_the_whole_batch():
+    hook = "for p in model.parameters():\n    p.register_hook(lambda g: g.clamp(-1, 1))\n"
+    assert not _of(f"{BEGIN}{hook}{TRAIN}{STEP}").gaps
+
+
+def test_a_packed_sequence_that_is_padded_to_the_length_of_a_share_is_noted():
+    for given, notes in ("", 1), (", total_length=5", 0):
+        pads = f"nn.utils.rnn.pad_packed_sequence(packed{given})\n"
+        assert len(_of(f"{BEGIN}packed = make()\n{pads}{TRAIN}{STEP}").notes) == notes
+
+
 def test_a_model_is_replicated_before_an_optimizer_behind_a_semicolon():
     made = "self.net = nn.Linear(4, 3); self.by = torch.optim.SGD(self.net.parameters(), 1)"
     lines = f"class Both:\n    def __init__(self): {made}\n"

@@ -27,6 +27,10 @@ class NoWriter:
 _ASKS_WRITER = re.compile(rb"\.(get_logdir|file_writer|add_graph)\b|(?i:writer|tb|board)\.log_?dir\b")
 _LOGS = ("FileHandler", "basicConfig")
 _RANDOM = ("torchvision.transforms.", "albumentations.", "kornia.augmentation.")
+_PADS = (
+    "pad_packed_sequence pads to the longest sample of a process's share; beside labels of the whole batch's length "
+    "give it total_length=x.size(1)"
+)
 _DRAWN_BY_SAMPLE = (
     "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
 )
@@ -134,7 +138,17 @@ def _called(followed: Follower, source: Source, node: ast.Call) -> None:
 
 
 def _hook(followed: Follower, source: Source, node: ast.Call) -> None:
-    followed.findings.gap(source, node, _HOOK.format(ast.unparse(node.func)))
+    receiver = getattr(node.func, "value", node.func)
+    is_of_weight = followed.known.get(receiver, Value()).models and not isinstance(receiver, ast.Subscript)
+    if not (
+        is_of_weight and ast.unparse(node.func).endswith(".register_hook")
+    ):  # which gets the whole gradient
+        followed.findings.gap(source, node, _HOOK.format(ast.unparse(node.func)))
+
+
+def _padded(followed: Follower, source: Source, node: ast.Call) -> None:
+    if "total_length" not in [option.arg for option in node.keywords]:
+        followed.findings.note(source, node, _PADS)
 
 
 def _made(followed: Follower, source: Source, node: ast.Call) -> None:
@@ -262,6 +276,7 @@ def _without_loader(source: Source, node: ast.Import | ast.ImportFrom) -> Edit |
 
 _BY_NAME: dict[str, Callable[[Follower, Source, ast.Call], None]] = {
     "hook": _hook,
+    "pad_packed_sequence": _padded,
     "SummaryWriter": _without_writer,
     "wandb.init": _without_wandb,
     "os.mkdir": _made,
