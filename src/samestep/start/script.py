@@ -102,7 +102,9 @@ class _Run:
             env = {**defaults(self._threads), **os.environ, **script.env, **of_ranks}
             errors, target = self._directory / "logs" / "warm.log", script.command[1]
             folder = os.getcwd() if target == "-m" else os.path.dirname(os.path.realpath(target))
-            self._warm = stack.enter_context(closing(Warm([folder], env, errors, self._guardian)))
+            self._warm = stack.enter_context(
+                closing(Warm([folder], env, script.size, errors, self._guardian))
+            )
             if script.fork:
                 self._warm.wait(self._signals)
 
