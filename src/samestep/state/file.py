@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from errno import EINVAL, ELOOP, ENOSYS, EOPNOTSUPP
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import psutil
@@ -92,10 +93,16 @@ class Outline:
     seal: Seal
     root: bytes
     blobs: tuple[Blob, ...]
-    names: tuple[str, ...]
     digests: tuple[bytes, ...]
     start: int
     tree: Any
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of each blob, the first place where it occurs."""
+        names: dict[int, str] = {}
+        unpacked(self.tree, lambda index, where: names.setdefault(index, place(where)))
+        return tuple(names.values())
 
     def offsets(self) -> Iterator[tuple[int, int]]:
         """Where each blob begins, and how many zero bytes follow; blobs have no gap or overlap."""
@@ -215,9 +222,7 @@ def _outline(fd: int) -> Outline:
         raise Bad("has a damaged header")
     meta, blobs, tree = _described(sealed[:length])
     digests = tuple(sealed[i : i + 32] for i in range(length, len(sealed), 32))
-    names: dict[int, str] = {}  # of each blob, the first place where it occurs
-    unpacked(tree, lambda index, where: names.setdefault(index, place(where)))
-    return Outline(meta, size, Seal(*sealing), root, blobs, tuple(names.values()), digests, start, tree)
+    return Outline(meta, size, Seal(*sealing), root, blobs, digests, start, tree)
 
 
 def _described(header: bytes) -> tuple[dict[str, Any], tuple[Blob, ...], Any]:
@@ -244,9 +249,9 @@ def _read_blobs(fd: int, outline: Outline, memory: Sequence[memoryview] | None) 
         return piece_digest(view)
 
     with in_threads(min(4, os.cpu_count() or 1), pull, jobs()) as pulled:
-        for blob, name, sealed in zip(outline.blobs, outline.names, outline.digests, strict=True):
-            if blob_digest(pulled, blob.nbytes) != sealed:
-                raise Bad(f"has a damaged {printable(name)}")
+        for index, blob in enumerate(outline.blobs):
+            if blob_digest(pulled, blob.nbytes) != outline.digests[index]:
+                raise Bad(f"has a damaged {printable(outline.names[index])}")
 
 
 @contextmanager
