@@ -93,6 +93,15 @@ def test_a_packed_sequence_that_is_padded_to_the_length_of_a_share_is_noted():
         assert len(_of(f"{BEGIN}packed = make()\n{pads}{TRAIN}{STEP}").notes) == notes
 
 
+def test_an_averaged_model_whose_statistics_are_taken_anew_is_replicated():
+    begin = BEGIN.replace("nn.Linear(4, 3)", "nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))")
+    made = "from torch.optim.swa_utils import AveragedModel, update_bn\naveraged = AveragedModel(model)\n"
+    lines = f"{begin}{made}{TRAIN}{STEP}averaged.update_parameters(model)\n"
+    replicated = "averaged = samestep.replicate(AveragedModel(model))\n"
+    assert replicated in _after(f"{lines}update_bn(train, averaged)\n")
+    assert replicated not in _after(lines)
+
+
 def test_a_model_is_replicated_before_an_optimizer_behind_a_semicolon():
     made = "self.net = nn.Linear(4, 3); self.by = torch.optim.SGD(self.net.parameters(), 1)"
     lines = f"class Both:\n    def __init__(self): {made}\n"

@@ -23,7 +23,19 @@ from samestep.convert.signatures import (
 )
 from samestep.convert.source import Edit, takes_apart
 from samestep.convert.totals import MADE_OF_SHARE, MEANS_OF_LISTS, name_of
-from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Value, Values, join, models_of, other, rows_of
+from samestep.convert.values import (
+    NUMBERS,
+    ROWS,
+    Kind,
+    Loop,
+    Value,
+    Values,
+    join,
+    key_of,
+    models_of,
+    other,
+    rows_of,
+)
 
 _FUNCTIONAL = (
     "torch.nn.functional.",
@@ -175,7 +187,10 @@ class Library(Rewrites, Expressions):
         if name.startswith("torch.nn.") and is_loss(last):
             return Value("loss", given_to_loss(node, 0, last))
         is_class = last[:1].isupper() and (name.startswith("torch.nn.") or "models" in name)
-        is_class |= last == "AveragedModel"
+        if last == "AveragedModel":
+            is_class, self.copies[self.key(node)] = True, (self.source, node)
+        if last == "update_bn":  # calls the model in train mode
+            self.called_to_train |= {key_of(value) for value in values if self.is_model(value)}
         if is_class or name.startswith(_MODELS) or last == "from_pretrained":
             return Value("model", self.key(node), models_of(*values))
         return self.opaque(node, values)
