@@ -281,7 +281,7 @@ def test_a_syntax_error_in_an_imported_file_is_shown_there(tmp_path):
 def test_a_long_message_keeps_its_beginning(tmp_path, read):
     found = read(tmp_path, "raise ValueError('\\n'.join('abcdefgh'))")
     assert found is not None
-    assert found.exception == ("ValueError: a", "b", "c", "... (5 more lines in the log)")
+    assert found.exception == ("ValueError: a", "b", "c", "... (more lines in the log)")
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def _shortened(lines: Iterable[str]) -> tuple[str, ...]:
     full = [_printed(line) for line in lines if line.strip()]
     if len(full) <= _MOST_LINES:
         return tuple(full)
-    return (*full[: _MOST_LINES - 1], f"... ({len(full) - _MOST_LINES + 1} more lines in the log)")
+    return (*full[: _MOST_LINES - 1], "... (more lines in the log)")  # a record has not all of a long message
 
 
 def _printed(line: str) -> str:

@@ -110,3 +110,10 @@ def test_a_process_that_a_rank_put_in_a_session_of_its_own_is_named_and_lives_on
     child.kill()
     says = f"samestep: process {child.pid}, which rank 1 started apart, lives on: sleep 40"
     assert (code, err.splitlines()) == (0, [says])
+
+
+def test_a_script_without_init_is_said_not_to_be_watched_where_a_hang_timeout_is_written(launcher):
+    launcher.write("import time\ntime.sleep(2)")
+    code, _, err = launcher.run("-n", "2", "--hang-timeout", "0.5", "train.py")
+    says = "samestep: no rank has called samestep.init, without which --hang-timeout ends no hang"
+    assert (code, err.splitlines()) == (0, [says])

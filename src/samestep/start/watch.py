@@ -51,6 +51,7 @@ class Watch:
         """`limit_s` ends a hung run, by default init's timeout; `share` exchanges states with other nodes."""
         self._run, self._size, self._say = run, size, say
         self._limit_s, self._share, self._is_again = limit_s, share, is_again
+        self._is_blind = False
         self._look_at = self._awake_at = 0.0
         self._paces: deque[float] = deque(maxlen=_MOST_PACES)  # seconds of the latest steps
         self._step, self._phases = -1, list[tuple[str, int, int]]()
@@ -155,6 +156,9 @@ class Watch:
         self._pulses = {worker.rank: pulse for worker in workers if (pulse := self._pulse(worker.rank))}
         if self._pulses:
             self._note_progress(now)
+        elif self._limit_s and not self._is_blind and now - self._began >= self._limit_s:
+            self._is_blind = True
+            self._say("samestep: no rank has called samestep.init, without which --hang-timeout ends no hang")
         self._note_idle(now)
         self._gone = {worker.rank: not worker.is_alive or bool(worker.failure) for worker in workers}
         return self._tell(workers, now)
