@@ -249,3 +249,8 @@ def test_numbers_that_a_data_set_reads_of_its_samples_are_no_totals():
         "    def label(self, at):\n        return torch.tensor(at % 3).item()\n"
     )
     assert not _of(BEGIN.replace("data = ", f"{data}data = Data() or ") + f"for x, y in train:\n{STEP}").gaps
+
+
+def test_tensors_that_are_added_to_a_list_one_by_one_are_joined_before_they_are_gathered():
+    text = f"{BEGIN}got = []\n{EVALUATE}        got += [out.argmax(1)]\nprint(torch.cat(got).float().std())\n"
+    assert "print(samestep.gather(torch.cat(got)).float().std())" in _after(text)

@@ -263,6 +263,10 @@ class Totals(Following):
     def accumulated(self, place: tuple[Scope, str], node: ast.expr, value: Value) -> Value:
         """The value of a place after this value is added to it, with the edits that keep its total exact."""
         old = place[0].find(place[1]) or Value()
+        if isinstance(node, ast.List) and len(node.elts) == 1:  # as append
+            return self._extended(
+                old, self.around(old), node.elts[0], self.known[node.elts[0]], is_flat=False
+            )
         if _makes_list(value.origin[0] if value.origin and isinstance(node, ast.Name) else node):
             return self._extended(old, self.around(old), node, value, is_flat=True)
         batch, over_samples = self.around(old)
@@ -393,4 +397,4 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
 def _makes_list(node: ast.expr) -> bool:
     """Whether an expression makes a list, so that adding it extends one."""
     called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-    return isinstance(node, ast.List | ast.ListComp) or called == "list" or called.endswith(".tolist")
+    return isinstance(node, ast.ListComp) or called == "list" or called.endswith(".tolist")
