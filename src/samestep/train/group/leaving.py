@@ -41,12 +41,14 @@ class Leaving:
         # called before the traceback of a Ctrl-C is shown
         self.before_ctrl_c: Callable[[], None] | None = None
         self._pid, self._script = os.getpid(), script_frame()
-        self._exits = [(home, name, getattr(home, name)) for home, name in _EXITS if hasattr(home, name)]
-        for home, name, _ in self._exits:
-            setattr(home, name, self._note_exit)
-        self._os_exit, os._exit = os._exit, self._note_os_exit
-        self._excepthook: Callable[..., Any] = sys.excepthook
-        sys.excepthook = self._note_failure
+        self._os_exit, self._excepthook = os._exit, sys.excepthook
+        hooks: list[tuple[Any, str, Any]] = [
+            (home, name, self._note_exit) for home, name in _EXITS if hasattr(home, name)
+        ]
+        hooks += [(os, "_exit", self._note_os_exit), (sys, "excepthook", self._note_failure)]
+        self._hooks = [(home, name, getattr(home, name), hook) for home, name, hook in hooks]
+        for home, name, _, hook in self._hooks:
+            setattr(home, name, hook)
 
     @property
     def code(self) -> int:
@@ -107,14 +109,10 @@ class Leaving:
         self._exit(code)
 
     def remove_hooks(self) -> None:
-        """Leave sys.exit and sys.excepthook as they were, unless somebody has replaced them since."""
-        if sys.excepthook == self._note_failure:
-            sys.excepthook = self._excepthook
-        for home, name, before in self._exits:
-            if getattr(home, name) == self._note_exit:
+        """Leave sys.exit, os._exit and sys.excepthook as they were, unless somebody has replaced them since."""
+        for home, name, before, hook in self._hooks:
+            if getattr(home, name) == hook:
                 setattr(home, name, before)
-        if os._exit == self._note_os_exit:
-            os._exit = self._os_exit
 
     def _exit(self, code: int) -> NoReturn:
         self._note_end(code)
