@@ -64,6 +64,14 @@ def test_a_loss_that_is_no_mean_and_no_sum_has_no_reduction(loss):
     assert reduction_of(loss) == {"reduction": None}
 
 
+@pytest.mark.parametrize(("factors", "reduction"), [(3, "mean"), (1000, None)])
+def test_learned_factors_of_a_loss_are_passed_by_if_they_are_few(factors, reduction):
+    loss = X.mean()
+    for _ in range(factors):
+        loss = X[0, 0].exp() * loss
+    assert reduction_of(loss)["reduction"] == reduction
+
+
 GENERATOR = torch.Generator().manual_seed(0)
 ROWS = torch.rand(23, 4, dtype=torch.float64, generator=GENERATOR)
 WANTED = torch.rand(23, 1, dtype=torch.float64, generator=GENERATOR)

@@ -139,8 +139,13 @@ def _only_child(node: Any) -> Any:
     """The only child; of a product, such as of a loss and a learned factor, the only child with a reduction."""
     children = [child for child, _ in node.next_functions if child is not None]
     if len(children) == 2 and name_of(node) == "Mul":
-        children = [child for child in children if _reduction_at(child)["reduction"] is not None]
+        children = [child for child in children if _has_reduction(child)]
     return children[0] if len(children) == 1 else None
+
+
+def _has_reduction(node: Any) -> bool:
+    near = nodes_before(node, _NEAR, lambda child: name_of(child).startswith(_PASSED))
+    return any(hasattr(child, "_saved_reduction") or name_of(child) in ("Mean", "Sum") for child in near)
 
 
 def name_of(node: Any) -> str:
