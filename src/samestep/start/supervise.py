@@ -91,7 +91,6 @@ class WorkerGroup:
             self.kill()
         if self._watch:
             self._watch.end_daemons(self.workers, self._grace_s)
-            self._watch.name_left(self.workers)
         return self._outcome()
 
     def kill(self) -> None:

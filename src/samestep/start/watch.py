@@ -174,37 +174,25 @@ class Watch:
         return find_unlike_exchanges([*self._states(now), *others], self._size)
 
     def end_daemons(self, workers: Sequence[Worker], grace_s: float) -> None:
-        """Kill ranks that go on in a process of their own session although the process that was started has ended."""
-        pids = {worker.pid for worker in workers}
-        for rank, pulse in self._pulses.items():
-            with suppress(psutil.Error):
-                process = psutil.Process(pulse.pid)
-                if (
-                    pulse.pid in pids or process.create_time() > pulse.unix
-                ):  # the number is another process's now
-                    continue
-                with suppress(psutil.TimeoutExpired):
-                    process.wait(grace_s)  # raises at once where it is not there
-                    continue
-                process.kill()
-                self._say(
-                    f"samestep: rank {rank} went on in the background as process {pulse.pid}; it was killed"
-                )
-
-    def name_left(self, workers: Sequence[Worker]) -> None:
-        """Name processes that ranks put into sessions of their own and that live on: they may hold a device."""
-        ranks, left = {str(worker.rank) for worker in workers}, []
+        """Kill ranks that go on in sessions of their own; name what else ranks put there: it may hold a device."""
+        ranks, left = {str(worker.rank) for worker in workers}, list[psutil.Process]()
+        daemons = {pulse.pid: rank for rank, pulse in self._pulses.items()}
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                env = process.environ()
-                if env.get("SAMESTEP_RUN") == str(self._run) and env.get("RANK") in ranks:
+                env, rank = process.environ(), daemons.get(process.pid)
+                is_named = env.get("SAMESTEP_RUN") == str(self._run) and env.get("RANK") in ranks
+                # a later process may have the number of one that has ended
+                if is_named or (rank is not None and process.create_time() <= self._pulses[rank].unix):
                     left.append(process)
-        for process in psutil.wait_procs(left, _LATE_S)[1][:_MOST_LOOKED_AT]:
+        for process in psutil.wait_procs(left, max(grace_s, _LATE_S))[1][:_MOST_LOOKED_AT]:
             with suppress(psutil.Error):
-                rank, name = process.environ()["RANK"], printable(" ".join(process.cmdline()), _MOST_SHOWN)
-                self._say(
-                    f"samestep: process {process.pid}, which rank {rank} started apart, lives on: {name}"
-                )
+                pid, rank = process.pid, daemons.get(process.pid)
+                name = printable(" ".join(process.cmdline()), _MOST_SHOWN)
+                said = f"process {pid}, which rank {process.environ().get('RANK')} started apart, lives on: {name}"
+                if rank is not None:
+                    process.kill()
+                    said = f"rank {rank} went on in the background as process {pid}; it was killed"
+                self._say(f"samestep: {said}")
 
     def way_out(self, worker: Worker) -> str:
         """How this rank left the script or is leaving it; "" if it is still inside."""
