@@ -13,6 +13,7 @@ from itertools import zip_longest
 
 from samestep.verify.experiments import Experiments, Removed
 from samestep.verify.read import NUMBER, Line, Run
+from samestep.verify.trajectory import follow
 
 _MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b")
 _NO_VALUE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)|\S+\.py:\d+")  # a shape, the place of a warning
@@ -71,7 +72,7 @@ def compare_printed(
         return [], None
     compared = experiments.compared(size, rest)
     is_same = rest == removed and compared.difference is None
-    near = _Near(max(_CLOSE, _LARGEST_TIMES * compared.largest) if is_same else _CLOSE)
+    near = _Near()
 
     def pairs() -> list[tuple[str, int, Line, Line]]:
         listed = _pairs(first, other)
@@ -80,9 +81,12 @@ def compare_printed(
     if not pairs():
         return [], None
     near.learn(first, experiments.reference(rest, "again"), math.inf)
-    noisy = pairs() if is_same else []
-    if noisy:
-        near.learn(first, experiments.reference(rest, "nudged"), _TIMES_NOISE, _TIMES_LINE)
+    noisy = []
+    if is_same:
+        nudged = experiments.reference(rest, "nudged")
+        near.allow(_LARGEST_TIMES * follow(first, other, nudged).largest)
+        noisy = pairs()
+        near.learn(first, nudged, _TIMES_NOISE, _TIMES_LINE)
     noisy = [pair for pair in noisy if not near.unlike(pair[0], *pair[2:])]
     note = _NOISE.format(noisy[0][3].at, first.at) if noisy else None
     if not pairs():
@@ -120,11 +124,14 @@ def compare_printed(
 class _Near:
     """The allowed distances between numbers in lines of each kind."""
 
-    def __init__(self, near: float) -> None:
-        """`near` is relative to the number; learned distances are added."""
-        self._near = near
+    def __init__(self) -> None:
+        self._near = _CLOSE  # relative to the number; learned distances are added
         self._apart: dict[tuple[str, int], float] = {}
         self._of_lines: dict[str, float] = {}
+
+    def allow(self, near: float) -> None:
+        """Allow this distance relative to each number, if it is more than is allowed already."""
+        self._near = max(self._near, near)
 
     def learn(self, first: Run, other: Run, times: float, times_line: float = 0.0) -> None:
         """Allow `times` the distances between two runs that train the same, and `times_line` the largest relative

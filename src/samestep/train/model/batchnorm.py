@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.errors import UsageError
@@ -50,10 +49,11 @@ class Synced:
         _follow(self, mean.detach(), variance.detach() * count / (count - 1))
         weight, bias = (self.weight, self.bias) if self.affine else (1.0, 0.0)
         scale = torch.rsqrt(variance + self.eps) * weight
-        shift = bias - mean * scale
-        # the fastest kernel for a scale and a shift: a BatchNorm in evaluation, of values that are normal already
-        zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
-        return F.batch_norm(wide, zeros, ones, scale, shift, eps=0.0).to(input.dtype)
+        # the fastest kernel for (wide - mean) * scale + bias is a BatchNorm in evaluation, which takes the mean as a
+        # constant; the second summand is 0, and has the mean's gradient
+        fixed, ones = mean.detach(), torch.ones_like(mean)
+        shift = bias + (fixed - mean) * scale
+        return torch.batch_norm(wide, scale, shift, fixed, ones, False, 0.0, 0.0, False).to(input.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or pickle is the plain BatchNorm."""
@@ -107,7 +107,8 @@ class _Statistics(torch.autograd.Function):
         rows, mean = ctx.saved_tensors
         each, shape = rows.numel() // len(mean), [1, -1] + [1] * (rows.dim() - 2)
         slope = of_variance * (2 / each)
-        return torch.addcmul((of_mean / each - slope * mean).reshape(shape), rows, slope.reshape(shape))
+        centred = rows - mean.reshape(shape)
+        return torch.addcmul((of_mean / each).reshape(shape), centred, slope.reshape(shape))
 
 
 def _of_all_ranks(rows: torch.Tensor, share: Share | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
