@@ -153,14 +153,14 @@ def test_a_printed_number_is_compared_to_its_last_digit_and_durations_are_not(
     first: str, second: str, differs: bool
 ) -> None:
     lines = [Line("prints", text, "train.py:1", inside=False) for text in (first, second)]
-    assert _Near(1e-5).unlike("", *lines) == differs
+    assert _Near().unlike("", *lines) == differs
 
 
 def test_a_median_that_noise_left_alone_by_chance_may_differ_as_much_as_the_numbers_beside_it() -> None:
     def printed(text: str) -> Run:
         return replace(_trained([0.0]), printed=[{"": [Line("prints", text, "train.py:1", inside=False)]}])
 
-    first, near = printed("dice 0.81125 median 0.85567"), _Near(1e-5)
+    first, near = printed("dice 0.81125 median 0.85567"), _Near()
     (median,) = printed("dice 0.81125 median 0.85769").printed[0][""]
     (other,) = printed("dice 0.81125 median 0.91").printed[0][""]
     (line,) = first.printed[0][""]
