@@ -88,7 +88,7 @@ def undisturbed(nest, tmp_path_factory):
     [
         pytest.param("a rank", marks=pytest.mark.slow),
         pytest.param("all ranks", marks=pytest.mark.long),
-        "all ranks, and the memory is damaged",
+        pytest.param("all ranks, and the memory is damaged", marks=pytest.mark.slow),
     ],
 )
 def test_killed_ranks_go_on_from_memory_with_the_same_bits(launcher, undisturbed, case):

@@ -138,6 +138,7 @@ def test_a_failure_is_told_where_the_script_prints_its_exceptions_itself(launche
     assert "failed on rank 1 of 2" in err
 
 
+@pytest.mark.slow
 def test_a_commit_that_failed_at_the_end_is_told_as_the_failure_and_was_told_at_the_start(launcher):
     launcher.write(
         """

@@ -67,6 +67,7 @@ def test_a_script_that_never_resumes_is_refused_at_its_first_commit(nest, run, t
     assert run(source, 2)[0] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_restarted_while_its_ranks_are_still_dying_goes_on_at_once(nest, tmp_path):
     trail = Trail(tmp_path)
     for attempt in range(3):
