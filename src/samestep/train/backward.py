@@ -8,8 +8,11 @@ weights alone. Not covered: gradients under `torch.func`, and one backward throu
 that only the calls of a replica are weighed.
 """
 
+import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,9 +134,9 @@ class Backward(Member):
         are_equal = [_is_equal_on_ranks(tensor, parameters) for tensor in inputs]
         spine.weights.of_loss = spine.weights.of_leaves = spine.weights.of_next_loss(spine.models)
         if is_of_sample:
-            weight = self._weight_for_parameters(create_graph=False) if are_weights else 1.0
+            weight = self._weight_for_parameters(inputs, create_graph=False) if are_weights else 1.0
         elif any(are_equal):
-            weight = self._weight_for_parameters(create_graph=create_graph)
+            weight = self._weight_for_parameters(inputs, create_graph=create_graph)
         else:
             weight = self._weight_for_inputs(outputs)
         weighed = _times(gradients, weight)
@@ -151,11 +154,11 @@ class Backward(Member):
             for slope, is_equal in zip(slopes, are_equal, strict=True)
         )
 
-    def _weight_for_parameters(self, *, create_graph: bool) -> float:
+    def _weight_for_parameters(self, parameters: Sequence[Any], *, create_graph: bool) -> float:
         """The factor of a loss where `grad` is asked for gradients of parameters."""
         if create_graph:
             return self._spine.weights.of_loss
-        return 1 / self.group.world.size if self._spine.models.adds() else 1.0
+        return 1 / self.group.world.size if self._spine.models.adds(parameters) else 1.0
 
     def _weight_for_inputs(self, outputs: Sequence[torch.Tensor]) -> float:
         """The factor of a loss for gradients of its inputs: those of a mean are divided by the whole batch's size."""
@@ -174,42 +177,87 @@ class Backward(Member):
 
 
 class Hooks(Member):
-    """Replaces torch.Tensor.register_hook: hooks on activations get the gradient that the serial script's hooks get.
+    """Gives the script's hooks on activations and modules, and `retain_grad`, the gradients of the serial script.
 
     In backward a rank's gradient is multiplied by the share's weight. A hook that clips the gradient of an activation
-    has to see it without that weight. Not covered: hooks on modules, and `retain_grad`.
+    has to see it without that weight.
     """
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._spine = group.the(Spine)
-        self._register: Callable[..., Any] = torch.Tensor.register_hook
+        self._originals: list[tuple[type, str, Callable[..., Any]]] = []
         if group.world.size > 1:
-            torch.Tensor.register_hook = self._registering()  # type: ignore[method-assign]
+            self._replace(torch.Tensor, "register_hook", self._on_tensor)
+            self._replace(torch.Tensor, "retain_grad", self._retaining)
+            self._replace(torch.nn.Module, "register_full_backward_hook", self._on_module)
 
     def close(self) -> None:
-        torch.Tensor.register_hook = self._register  # type: ignore[method-assign]
+        while self._originals:
+            setattr(*self._originals.pop())
 
-    def _registering(self) -> Callable[..., Any]:
-        spine, size, register_hook = self._spine, self.group.world.size, self._register
+    def _replace(self, owner: type, name: str, registering: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        self._originals.append((owner, name, original))
+        setattr(owner, name, functools.wraps(original)(registering(original)))
 
+    def _factor(self, is_inside: bool) -> float:
+        """What takes a gradient of the running backward to the serial script's."""
+        weights = self._spine.weights
+        # with loss="sum" the weight is applied inside of the model's call
+        if is_inside and self._spine.models.adds():
+            return 1.0 / float(self.group.world.size)
+        return float(weights.of_leaves / weights.of_loss) if weights.of_loss else 1.0
+
+    def _on_tensor(self, register_hook: Callable[..., Any]) -> Callable[..., Any]:
         def registered(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
             # under a function mode, such as that of set_default_device, torch calls this function a second time
             is_counted = hasattr(hook, "_counts_by_share")
             if tensor.grad_fn is None or is_counted or torch.compiler.is_compiling():
                 return register_hook(tensor, hook)
-            spine.weights.needs_leaves = True
-            # with loss="sum" the weight is applied inside of the model's call
-            is_counted_here = spine.inside_model > 0 and spine.models.adds()
+            self._spine.weights.needs_leaves = True
+            is_inside = self._spine.inside_model > 0
 
             def counted(gradient: torch.Tensor) -> torch.Tensor | None:
-                factor = spine.weights.of_leaves / spine.weights.of_loss if spine.weights.of_loss else 1.0
-                factor = 1 / size if is_counted_here else factor
+                factor = self._factor(is_inside)
                 changed = hook(gradient * factor)
                 return None if changed is None else changed / factor
 
             counted._counts_by_share = True  # type: ignore[attr-defined]
             return register_hook(tensor, counted)
+
+        return registered
+
+    def _retaining(self, retain_grad: Callable[..., Any]) -> Callable[..., Any]:
+        def retained(tensor: torch.Tensor) -> None:
+            is_kept = tensor.retains_grad or tensor.grad_fn is None
+            retain_grad(tensor)
+            if is_kept or torch.compiler.is_compiling():
+                return
+            held = weakref.ref(tensor)
+
+            def keep(gradient: torch.Tensor) -> None:
+                if (kept := held()) is not None:
+                    total = gradient if kept.grad is None else kept.grad + gradient
+                    # torch writes the weighed gradient after this hook
+                    _AUTOGRAD.Variable._execution_engine.queue_callback(partial(setattr, kept, "grad", total))
+
+            tensor.register_hook(keep)  # type: ignore[no-untyped-call]
+
+        return retained
+
+    def _on_module(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        def registered(module: torch.nn.Module, hook: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            self._spine.weights.needs_leaves = True
+
+            def counted(module: torch.nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
+                factor = self._factor(self._spine.models.holds(module))
+                changed = hook(module, _times(of_inputs, factor), _times(of_outputs, factor))
+                if changed is None:
+                    return None
+                return _times(changed if isinstance(changed, tuple) else (changed,), 1 / factor)
+
+            return register(module, counted, *args, **options)
 
         return registered
 

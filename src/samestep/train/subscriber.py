@@ -51,6 +51,10 @@ class Models(Subscriber):
         """Whether a replica with one of these leaves adds the ranks' gradients (loss="sum"), or without leaves any."""
         return False
 
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Whether a module is a part of a replica."""
+        return False
+
     @property
     def weighs_losses(self) -> bool:
         """Whether a loss is multiplied by its share's weight where backward begins; a tree weighs gradients itself."""

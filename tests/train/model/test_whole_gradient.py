@@ -185,6 +185,43 @@ def test_hooks_on_activations_get_the_serial_scripts_gradients(world, loss):
         torch.testing.assert_close(mine.grad, wanted.grad)
 
 
+class Watched(Net):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.kept, self.whole = [], [], []
+        self.body.register_full_backward_hook(self.clip)
+
+    def clip(self, module, of_inputs, of_outputs):
+        self.seen.append(of_outputs[0])
+        return tuple(None if gradient is None else gradient.clamp(-0.01, 0.01) for gradient in of_inputs)
+
+    def forward(self, x):
+        self.kept.append(self.body(x))
+        self.kept[-1].retain_grad()
+        return self.head(self.kept[-1])
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_hooks_on_modules_and_kept_gradients_are_those_of_the_serial_script(world, loss):
+    plain, model = Watched(), samestep.replicate(Watched(), loss=loss)
+    for net in (plain, model):
+        net.register_full_backward_hook(lambda net, of_inputs, of_outputs: net.whole.append(of_outputs[0]))
+    for (x,) in samestep.loader(TensorDataset(rows(18)), 13):
+        out = getattr(model(x.requires_grad_()).square(), loss)()
+        out.backward(retain_graph=True)
+        out.backward()
+    for x in rows(18).split(13):
+        out = getattr(plain(x.requires_grad_()).square(), loss)()
+        out.backward(retain_graph=True)
+        out.backward()
+    for mine, wanted in ((model.seen, plain.seen), (model.whole, plain.whole)):
+        torch.testing.assert_close(samestep.gather(torch.cat(mine[::2])), torch.cat(wanted[::2]))
+    mine, wanted = (torch.cat([hidden.grad for hidden in net.kept]) for net in (model, plain))
+    torch.testing.assert_close(samestep.gather(mine), wanted)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
 @pytest.mark.sizes(1, 2, 3)
 @pytest.mark.parametrize("exact", [False, True])
 def test_what_is_derived_again_in_a_microbatch_is_that_microbatchs(world, exact):

@@ -89,6 +89,11 @@ class Replicas(Member, Models):
         owners = [owner for owner in self if ids and not ids.isdisjoint(map(id, owner.model.parameters()))]
         return any(replica.sums for replica in owners or self)
 
+    def holds(self, module: torch.nn.Module) -> bool:
+        return any(
+            part is module is not replica.model for replica in self for part in replica.model.modules()
+        )
+
     @property
     def weighs_losses(self) -> bool:
         trees = [replica.tree for replica in self]
