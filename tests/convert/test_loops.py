@@ -118,3 +118,47 @@ def test_a_batch_that_the_script_uses_before_it_moves_it_stays_on_the_host(befor
     text = f"{BEGIN}device = torch.device('cuda')\nseen = []\nfor x, y in train:\n{before}{MOVED}"
     assert ("on_device=False)" in _after(text)) == stays
     assert "on_device" not in _after(text.replace("x.to(device)", "x").replace("y.to(device)", "y"))
+
+
+RECURRENT = (
+    "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.rnn = nn.GRU(4, 3, batch_first=True)\n"
+    "    def begin(self, size):\n        return next(self.parameters()).new_zeros(1, size, 3)\n"
+    "    def forward(self, x, hidden):\n        batch, length = x.shape[:2]\n"
+    "        out, hidden = self.rnn(x, hidden)\n        return out.reshape(batch * length, -1), hidden\n"
+    "model = Net()\n"
+)
+CARRIES = "    out, hidden = model(x, hidden.detach())\n    loss = F.cross_entropy(out, y.flatten())\n" + LOSS
+
+
+@pytest.mark.parametrize("size", ["16", "size"])
+def test_a_state_that_batches_carry_and_that_has_the_whole_batchs_size_is_a_gap(size):
+    begin = BEGIN.replace("model = nn.Linear(4, 3)\n", RECURRENT)
+    found = _of(
+        f"{begin}size = 16\nfor epoch in range(2):\n    hidden = model.begin({size})\n{_loop(CARRIES)}"
+    )
+    assert len(found.gaps) == 1
+    assert "make it for x.size(0) samples" in found.gaps[0]
+    made = "    if hidden is None: hidden = model.begin(x.size(0))\n"
+    assert not _of(f"{begin}for epoch in range(2):\n    hidden = None\n{_loop(made + CARRIES)}").gaps
+
+
+def test_a_backward_for_each_sample_is_a_gap():
+    lines = (
+        "    for a, b in zip(x, y):\n        F.cross_entropy(model(a), b).backward()\n    optimizer.step()\n"
+    )
+    (gap,) = _of(f"{BEGIN}for x, y in train:\n{lines}").gaps
+    assert "for each sample" in gap
+
+
+def test_samples_that_are_packed_after_they_are_gathered_are_noted():
+    lines = (
+        "    packed = pack_padded_sequence(model(x), y, batch_first=True).data\n    loss = packed.mean()\n"
+    )
+    imports = "from torch.nn.utils.rnn import pack_padded_sequence\n"
+    (note,) = _of(f"{imports}{BEGIN}for x, y in train:\n{lines}{LOSS}").notes
+    assert "--same" in note
+
+
+def _loop(lines):
+    return "    for x, y in train:\n" + "".join(f"    {line}\n" for line in lines.splitlines())

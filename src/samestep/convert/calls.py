@@ -29,6 +29,7 @@ from samestep.convert.values import (
 _WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode")
 MOST_STATEMENTS = 100_000  # to follow; a longer script is not followed to its end
 _DEEPEST = 25  # calls inside each other
+_CARRIED = "is made for a whole batch; begin with None, and in the loop make it for x.size(0) samples"
 _DATA = {*ROWS, *NUMBERS, Kind.ROW, Kind.OTHER, "list", "each", "dict"}
 
 
@@ -120,6 +121,7 @@ class Calls(Library):
         if not is_method and not self.in_forward and self.is_model(callee):
             self.comes_together()
             self.called_to_train |= {key_of(callee)} - self.evaluated
+            self._carried(node, arguments)
         if method is None:
             shared = [argument for argument in (*arguments, *named.values()) if argument.is_shared]
             if any(argument.kind == Kind.OTHER for argument in shared):
@@ -135,6 +137,14 @@ class Calls(Library):
             reason = f"forward returns a {class_.node.name}, in which replicate sees no tensors"
             self.gap(node, f"{reason}; make it a dataclass")
         return value
+
+    def _carried(self, node: ast.Call, arguments: Values) -> None:
+        """Note an argument that is made before the loop, and is of this rank's samples from the second batch on."""
+        for part, value in zip(node.args if self.batches else (), arguments, strict=False):
+            if value.kind == Kind.ALIKE:
+                self.carried.add(self.key(part))
+            elif self.key(part) in self.carried and {inner.kind for inner in value.parts or (value,)} <= ROWS:
+                self.gap(node, f"`{ast.unparse(part)}` {_CARRIED}")
 
     def _in_mode(self, model: Value, node: ast.Call) -> Value:
         """The model itself, after a method such as `eval`."""
@@ -206,9 +216,8 @@ class Calls(Library):
         parameters = [*params.posonlyargs, *params.args]
         names = [param.arg for param in (*parameters, *params.kwonlyargs)]
         defaults = dict(zip(reversed(names[: len(parameters)]), reversed(params.defaults), strict=False))
-        defaults |= {
-            param.arg: node for param, node in zip(params.kwonlyargs, params.kw_defaults, strict=True) if node
-        }
+        by_keyword = zip(params.kwonlyargs, params.kw_defaults, strict=True)
+        defaults |= {param.arg: node for param, node in by_keyword if node}
         values = {name: self.value(node) for name, node in defaults.items()}
         values |= {**dict(zip(names, arguments[: len(parameters)], strict=False)), **named}
         for name in names:

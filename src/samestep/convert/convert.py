@@ -38,9 +38,8 @@ class Conversion:
     def patch(self, context: int = 3) -> str:
         """A unified diff for `patch -p0`."""
         lines = (line for path, pair in self.files.items() for line in _diff(path, *pair, context))
-        return "".join(
-            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
-        )
+        missing = "\n\\ No newline at end of file\n"
+        return "".join(line if line.endswith("\n") else line + missing for line in lines)
 
 
 def _diff(path: Path, before: bytes, after: bytes, context: int) -> list[str]:
@@ -111,9 +110,7 @@ def check_parses(path: Path, after: bytes) -> None:
 def _check_serial(source: Source, script: Path) -> None:
     names = set(imported(source.tree))
     others = {name.partition(".")[0] for name in names} & JOINS - _BESIDE
-    others |= {
-        name for name in names if name.startswith("torch.distributed") or name == "transformers.Trainer"
-    }
+    others |= {name for name in names if re.match(r"torch\.distributed|transformers\.Trainer$", name)}
     if others:
         uses = min(others, key=len)
         remedy = (
@@ -225,13 +222,9 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
     call = f"samestep.replicate({name}{options})"
     if name.startswith("*"):
         call = f"for layer in {name[1:]}: samestep.replicate(layer{options})"
-    function = next(
-        (node for node in source.around(statement) if isinstance(node, ast.FunctionDef)), source.tree
-    )
-    is_local = any(
-        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
-        for node in ast.walk(function)
-    )
+    functions = (node for node in source.around(statement) if isinstance(node, ast.FunctionDef))
+    names = [node for node in ast.walk(next(functions, source.tree)) if isinstance(node, ast.Name)]
+    is_local = any(node.id == name and isinstance(node.ctx, ast.Store) for node in names)
     followed.findings.edit(source.line_before(statement, f"{name} = {call}" if is_local else call))
 
 

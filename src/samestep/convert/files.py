@@ -31,6 +31,7 @@ _PADS = (
     "pad_packed_sequence pads to the longest sample of a process's share; beside labels of the whole batch's length "
     "give it total_length=x.size(1)"
 )
+_PACKS = "each process has sorted and padded its part of what is gathered; use `samestep run --same`"
 _DRAWN_BY_SAMPLE = (
     "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
 )
@@ -76,9 +77,8 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
     methods, called = [*getattr(cls, "body", ())], [node]
     for caller in called:
         body = ast.unparse(caller)
-        called += [
-            item for item in methods if f"self.{getattr(item, 'name', '')}(" in body and item not in called
-        ]
+        used = [item for item in methods if f"self.{getattr(item, 'name', '')}(" in body]
+        called += [item for item in used if item not in called]
     if node.name == "__getitem__" and any(_DRAWS.search(ast.unparse(item)) for item in called):
         followed.findings.note(source, node, _DRAWN_BY_SAMPLE)
     name = getattr(cls, "name", "") if node.name.startswith("__") else node.name
@@ -113,9 +113,8 @@ def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> 
         if is_set and source.indent(statement) is not None and source.ends_line(statement):
             text = "pass  # each process has a device of its own"
             followed.findings.edit(source.replaced(statement, text))
-            followed.findings.note(
-                source, node, f"{reason}, so it is left out; set it where you start the run"
-            )
+            text = f"{reason}, so it is left out; set it where you start the run"
+            followed.findings.note(source, node, text)
         else:
             followed.findings.gap(source, node, f"{reason}; leave it out")
     if isinstance(node.value, str) and re.fullmatch(r"cuda:\d+", node.value):
@@ -140,15 +139,20 @@ def _called(followed: Follower, source: Source, node: ast.Call) -> None:
 def _hook(followed: Follower, source: Source, node: ast.Call) -> None:
     receiver = getattr(node.func, "value", node.func)
     is_of_weight = followed.known.get(receiver, Value()).models and not isinstance(receiver, ast.Subscript)
-    if not (
-        is_of_weight and ast.unparse(node.func).endswith(".register_hook")
-    ):  # which gets the whole gradient
+    # a weight's hook gets the whole gradient
+    if not (is_of_weight and ast.unparse(node.func).endswith(".register_hook")):
         followed.findings.gap(source, node, _HOOK.format(ast.unparse(node.func)))
 
 
 def _padded(followed: Follower, source: Source, node: ast.Call) -> None:
     if "total_length" not in [option.arg for option in node.keywords]:
         followed.findings.note(source, node, _PADS)
+
+
+def _packed(followed: Follower, source: Source, node: ast.Call) -> None:
+    start, end = source.start(node), source.end(node)
+    if any(edit.source is source and start < edit.start < end for edit in followed.findings.edits):
+        followed.findings.note(source, node, _PACKS)
 
 
 def _made(followed: Follower, source: Source, node: ast.Call) -> None:
@@ -184,11 +188,8 @@ def _without_writer(followed: Follower, source: Source, node: ast.Call) -> None:
     opens, closes = ("", "") if isinstance(around, ast.Assign | ast.AnnAssign | ast.Return) else "()"
     choice = " if samestep.init().rank == 0 else NoWriter()"
     followed.findings.edit(*source.wrapped(node, opens, choice + closes))
-    plain = (
-        item
-        for item in source.tree.body
-        if isinstance(item, ast.Assign | ast.FunctionDef | ast.ClassDef | ast.If)
-    )
+    kinds = ast.Assign | ast.FunctionDef | ast.ClassDef | ast.If
+    plain = (item for item in source.tree.body if isinstance(item, kinds))
     first = next(item for item in plain if not getattr(item, "decorator_list", ()))
     followed.findings.edit(source.line_before(first, _NO_WRITER.replace("\n", source.line_end)))
 
@@ -242,9 +243,8 @@ def _read_at(followed: Follower, path: str) -> str | None:
 def _import(followed: Follower, source: Source, loaders: set[str], begins: bool) -> None:
     """Add `import samestep`, in the place of an import of DataLoader that is not used any more."""
     uses = sum(isinstance(node, ast.Name) and node.id in loaders for node in ast.walk(source.tree))
-    converted = sum(
-        edit.source is source and edit.text == "samestep.loader" for edit in followed.findings.edits
-    )
+    texts = [edit.text for edit in followed.findings.edits if edit.source is source]
+    converted = texts.count("samestep.loader")
     statements = source.tree.body[ast.get_docstring(source.tree) is not None :]
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     unused = [node for node in imports if ast.unparse(node) == "from torch.utils.data import DataLoader"]
@@ -277,6 +277,7 @@ def _without_loader(source: Source, node: ast.Import | ast.ImportFrom) -> Edit |
 _BY_NAME: dict[str, Callable[[Follower, Source, ast.Call], None]] = {
     "hook": _hook,
     "pad_packed_sequence": _padded,
+    "pack_padded_sequence": _packed,
     "SummaryWriter": _without_writer,
     "wandb.init": _without_wandb,
     "os.mkdir": _made,

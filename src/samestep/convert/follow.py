@@ -22,16 +22,14 @@ _MIXED = (
     "this loop takes batches of two loaders, of which a process may have unlike parts; give both one batch_size and "
     "drop_last=True, or add up samestep.mean(loss, weight=len(batch)) of each loader's loss"
 )
+_BY_SAMPLE = "this is called for each sample, and processes have unlike numbers; call it once for the batch"
 _DECIDES = "this process's values decide when the loop ends, and the others go on; decide by a total"
 _OF_THE_LOSS = (
     "compute it from the whole batch, as in `out, y = samestep.gather(model(x)), samestep.gather(y)`; see "
     "docs/losses.md"
 )
 _NO_TOTAL = "is of an evaluation with numbers that have no total"
-_NOT_SHARED = (
-    "this loss is computed from data that no samestep.loader shares, so each process trains on all of it; take the "
-    "batches from a DataLoader"
-)
+_NOT_SHARED = "this loss is of data that no samestep.loader shares; take the batches from a DataLoader"
 
 
 def follow(script: Source, find: Find) -> "Follower":
@@ -380,6 +378,8 @@ class Follower(Calls):
         self.backwards += 1
         self.comes_together()
         self._trained()
+        if any(loop.kind == "rows" for loop in self.loops):
+            self.gap(node, _BY_SAMPLE)
         if self.batches is not None and sum(self.batches.taken.values()) > 1:
             self.gap(node, _MIXED)
         if loss.kind == Kind.OTHER and loss.edits and self.may_total():

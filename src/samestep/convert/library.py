@@ -83,6 +83,7 @@ class Library(Rewrites, Expressions):
             return self.part_of(shape, at) if node.args else shape
         if name in ("view", "reshape", "expand") and base.kind in ROWS:
             self.sized(node, node.func.value)  # type: ignore[attr-defined]
+            values = [value for value in values if value.kind != Kind.PART]  # view(batch * length, -1)
         values = self.together([node.func.value, *node.args], values)  # type: ignore[attr-defined]
         return self._of_tensors(name, node, values, node.args)
 
@@ -342,7 +343,7 @@ class Library(Rewrites, Expressions):
             return self.parameters(node)
         if name_of(node) == "open":
             return Value("file")
-        if name_of(node) in NAMED["spread"] and values and values[0].kind == Kind.COUNT:
+        if name_of(node) in NAMED["spread"] and Kind.COUNT in {value.kind for value in values}:
             return Value(Kind.ROWS)
         values = [*values, *self._uses(values, node)]
         is_statement = isinstance(self.source.parents.get(node), ast.Expr)

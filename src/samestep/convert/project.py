@@ -175,6 +175,7 @@ class Following:
         self.called_to_train: set[Any] = set()
         self.made: dict[Any, Instance] = {}  # by key
         self.copies: dict[Any, tuple[Source, ast.Call]] = {}  # of models, by key
+        self.carried: set[Any] = set()  # arguments of models that were equal on all ranks, by key
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0
         self.loops_made = self.backwards = self.followed = 0

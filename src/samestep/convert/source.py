@@ -38,9 +38,8 @@ class Source:
         self.data = text.encode()
         self._lines = [0, *(line_end.end() for line_end in re.finditer(rb"\r\n|\r|\n", self.data))]
         self.line_end = "\r\n" if b"\r\n" in self.data else "\n"
-        self.parents = {
-            child: parent for parent in ast.walk(self.tree) for child in ast.iter_child_nodes(parent)
-        }
+        nodes = ast.walk(self.tree)
+        self.parents = {child: parent for parent in nodes for child in ast.iter_child_nodes(parent)}
 
     def at(self, line: int) -> int:
         """Where a line begins."""
@@ -125,11 +124,8 @@ def begins_from(old: ast.expr, target: ast.expr) -> bool:
 def is_only_given(function: ast.AST | None, node: ast.expr) -> bool:
     """Whether this is a parameter that its function never sets, so that it is the same in each turn of a loop."""
     name = getattr(node, "id", None)
-    parts = [
-        part
-        for part in ast.walk(function or node)
-        if name in (getattr(part, "arg", 0), getattr(part, "id", 0))
-    ]
+    nodes = ast.walk(function or node)
+    parts = [part for part in nodes if name in (getattr(part, "arg", 0), getattr(part, "id", 0))]
     is_given = name is not None and any(isinstance(part, ast.arg) for part in parts)
     return is_given and not any(isinstance(getattr(part, "ctx", None), ast.Store) for part in parts)
 
@@ -140,18 +136,15 @@ def updates(node: ast.For) -> bool:
     names = {name for name in names if f"{name}.grad" in ast.unparse(node)}
     changed: list[ast.expr] = []
     for part in ast.walk(node):
-        if isinstance(part, ast.AugAssign):
-            changed.append(part.target)
-        elif isinstance(part, ast.Assign):
-            changed += part.targets
-        elif (
-            isinstance(part, ast.Call)
-            and isinstance(part.func, ast.Attribute)
-            and part.func.attr.endswith("_")
-        ):
-            changed.append(part.func.value)
-        elif isinstance(part, ast.Call) and any(".grad" in ast.unparse(given) for given in part.args):
-            changed += part.args
+        match part:
+            case ast.AugAssign(target=target):
+                changed.append(target)
+            case ast.Assign(targets=targets):
+                changed += targets
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name.endswith("_"):
+                changed.append(value)
+            case ast.Call(args=given) if ".grad" in " ".join(map(ast.unparse, given)):
+                changed += given
     texts = [text for text in map(ast.unparse, changed) if ".grad" not in text]
     return any(re.split(r"[.\[]", text)[0] in names for text in texts)
 
