@@ -14,25 +14,30 @@ from samestep.text import counted
 
 @verb("samestep convert")
 @click.option("--write", is_flag=True, help="Apply the patch; keep each file it changes as NAME_serial.py.")
-@click.argument("script", type=click.Path(path_type=Path))
-def command(script: Path, write: bool) -> None:
-    """Print a patch that makes SCRIPT, and the files beside it that it imports, run on any number of processes.
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.argument("script")
+def command(script: str, write: bool, is_module: bool) -> None:
+    """Print a patch that makes SCRIPT, and the files of its project that it imports, run on any number of processes.
 
     \b
     samestep convert train.py
     samestep convert --write train.py && samestep run -n 2 train.py
     samestep verify --against train_serial.py train.py
+    samestep convert -m package.train
 
     What it does not convert it lists on stderr, with line and reason.
 
     Exit code: 0 all is converted; 1 something is left to do; 2 SCRIPT cannot be converted.
     """
-    check_script(str(script), is_module=False)
-    conversion = convert(script, write)
+    path = Path(*script.split(".")) if is_module else Path(script)
+    if is_module:
+        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    check_script(str(path), is_module=False)
+    conversion = convert(path, write, is_module)
     if not conversion.files:
         click.echo(f"samestep convert: nothing in {script} could be converted", err=True)
     elif write:
-        _write(conversion)
+        _write(conversion, path)
     else:
         sys.stdout.buffer.write(conversion.patch().encode("utf-8", "surrogateescape"))
         sys.stdout.flush()
@@ -43,8 +48,10 @@ def command(script: Path, write: bool) -> None:
         click.echo(f"\nnot complete, {places} left to change by hand:", err=True)
         for gap in conversion.gaps:
             click.echo(f"  {gap}", err=True)
-    elif write and script in conversion.files:
-        click.echo(f"test it: samestep verify --against {_copy_of(script)} {script}")
+    elif write and conversion.files:
+        copy = _copy_of(path)
+        serial = f"{'.'.join(copy.with_suffix('').parts)} -m" if is_module else copy
+        click.echo(f"test it: samestep verify --against {serial} {script}")
     raise SystemExit(1 if conversion.gaps else 0)
 
 
@@ -52,7 +59,10 @@ def _copy_of(path: Path) -> Path:
     return path.with_name(f"{path.stem}_serial{path.suffix}")
 
 
-def _write(conversion: Conversion) -> None:
+def _write(conversion: Conversion, script: Path) -> None:
+    """Write what was converted, and the copies; the script has one too, since `verify --against` starts from it."""
+    same = script.read_bytes()
+    conversion.files.setdefault(script, (same, same))
     copies = {path: _copy_of(path) for path in conversion.files}
     for path, copy in copies.items():
         if copy.exists() and copy.read_bytes() != conversion.files[path][0]:
@@ -61,5 +71,6 @@ def _write(conversion: Conversion) -> None:
             )
     for path, (before, after) in conversion.files.items():
         write_atomically(copies[path], before)
-        write_atomically(path, after)
-        click.echo(f"{path}: converted; the script as it was is {copies[path].name}")
+        if after != before:
+            write_atomically(path, after)
+            click.echo(f"{path}: converted; the file as it was is {copies[path].name}")

@@ -28,8 +28,7 @@ _HEADING = ("processes", "steps", "samples", "last loss", "first difference", "s
 @click.option(
     "--against",
     metavar="SERIAL",
-    type=click.Path(exists=True, dir_okay=False),
-    help="The untouched script: say whether SCRIPT, its conversion, takes its step.",
+    help="The untouched script, with -m a module: say whether SCRIPT, its conversion, takes its step.",
 )
 @click.option("--exact", is_flag=True, help="Fail unless all bits are the same.")
 @click.option("--no-causes", is_flag=True, help="Do not look for causes, or compare what is printed.")
@@ -71,13 +70,15 @@ def command(
 
     try:
         check_script(script, module)
+        check_script(against or script, module)
+        against = against.removesuffix(".py").replace("/", ".") if against and module else against
         with end_on_signals(), progress(None) as report_progress:
             report = verify(
                 [*(["-m"] * module), script, *args],
                 _sizes(sizes, least=1 if against else 2),
                 exact=exact,
                 steps=steps,
-                against=[against, *args] if against else [],
+                against=[*(["-m"] * module), against, *args] if against else [],
                 causes=not no_causes,
                 progress=lambda run: report_progress(0, f"samestep verify: running {run}", ""),
                 differing=_show_differing,

@@ -47,8 +47,8 @@ def _diff(path: Path, before: bytes, after: bytes, context: int) -> list[str]:
     return list(unified_diff(old, new, str(path), str(path), n=context))
 
 
-def convert(script: Path, is_written: bool = False) -> Conversion:
-    """Convert a serial script and the files beside it that it imports to run on any number of processes."""
+def convert(script: Path, is_written: bool = False, is_module: bool = False) -> Conversion:
+    """Convert a serial script and the files of its project that it imports to run on any number of processes."""
     sources: dict[Path, Source] = {}
 
     def read(path: Path) -> Source:
@@ -58,15 +58,20 @@ def convert(script: Path, is_written: bool = False) -> Conversion:
         return sources[path]
 
     def find(module: str, level: int, by: Path) -> Source | None:
-        base = by.parents[level - 1] if level else script.parent
-        place = base.joinpath(*module.split(".")) if module else base
-        files = (place.with_name(f"{place.name}.py"), place / "__init__.py")
+        bases = [by.parents[level - 1]] if level else roots
+        places = [base.joinpath(*module.split(".")) if module else base for base in bases]
+        files = [
+            file for place in places for file in (place.with_name(f"{place.name}.py"), place / "__init__.py")
+        ]
         path = next((path for path in files if path.is_file()), None)
         if path is None or path == script:
             return None
         is_ours = re.search(rb"^\s*(?:from|import) samestep\b", path.read_bytes(), re.M)
         return None if is_ours else read(path)
 
+    # in a package, the folder that holds it may be on Python's path too
+    package = (folder for folder in script.parents if not (folder / "__init__.py").is_file())
+    roots = [Path()] if is_module else [script.parent, next(package, script.parent)]
     followed = follow(read(script), find)
     _replicate(followed, sources[script])
     findings = followed.findings

@@ -28,8 +28,8 @@ _ASKS_WRITER = re.compile(rb"\.(get_logdir|file_writer|add_graph)\b|(?i:writer|t
 _LOGS = ("FileHandler", "basicConfig")
 _RANDOM = ("torchvision.transforms.", "albumentations.", "kornia.augmentation.")
 _PADS = (
-    "pad_packed_sequence pads to the longest sample of a process's share; beside labels of the whole batch's length "
-    "give it total_length=x.size(1)"
+    "pad_packed_sequence pads to the longest sample of a process's share, while under --same, as in verify, labels "
+    "have the whole batch's length; give it total_length=x.size(1), where x is the padded input"
 )
 _PACKS = "each process has sorted and padded its part of what is gathered; use `samestep run --same`"
 _DRAWN_BY_SAMPLE = (
@@ -165,7 +165,7 @@ def _made(followed: Follower, source: Source, node: ast.Call) -> None:
 
 def _written(followed: Follower, source: Source, node: ast.Call, path: ast.expr) -> None:
     """Let only rank 0 write a file."""
-    if (line := _read_at(followed, followed.path_of(path))) is not None:
+    if (line := _read_at(followed, _paths(followed, source, path))) is not None:
         reason = f"every process would write this file, which {line} reads; {_FIRST}"
         followed.findings.gap(source, node, reason)
     elif _opens(ast.unparse(node.func)):
@@ -230,11 +230,26 @@ def _path_of(node: ast.Call) -> ast.expr | None:
     return (*node.args, *names, None)[0]
 
 
-def _read_at(followed: Follower, path: str) -> str | None:
+def _paths(followed: Follower, source: Source, path: ast.expr) -> set[str]:
+    """The path; where it is a parameter of a function, also what the function's calls give for it."""
+    found, function = {followed.path_of(path)}, source.parents[path]
+    while not isinstance(function, ast.FunctionDef | ast.Module):
+        function = source.parents[function]
+    names = [each.arg for each in function.args.args] if isinstance(function, ast.FunctionDef) else []
+    for node in (node for module in followed.modules for node in ast.walk(module.tree)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == getattr(function, "name", ""):
+            given = dict(zip(names, node.args, strict=False)) | {
+                each.arg: each.value for each in node.keywords
+            }
+            found |= {followed.path_of(value) for name, value in given.items() if name == ast.unparse(path)}
+    return found
+
+
+def _read_at(followed: Follower, paths: set[str]) -> str | None:
     """The line where the script reads this file, or tests for it; None if there is none."""
     for source in followed.modules:
         for node in ast.walk(source.tree):
-            is_of_it = isinstance(node, ast.Call) and node.args and followed.path_of(node.args[0]) == path
+            is_of_it = isinstance(node, ast.Call) and node.args and followed.path_of(node.args[0]) in paths
             if is_of_it and _READS.search(ast.unparse(node.func)) and not _writes(node):  # type: ignore[attr-defined, arg-type]
                 return f"{source.path.name}:{node.lineno}"  # type: ignore[attr-defined]
     return None
