@@ -203,6 +203,31 @@ def test_a_mean_over_unlike_numbers_of_terms_is_said(world, ignored):
     assert said.getvalue().count("unlike numbers of them for each of their samples") == is_said
 
 
+class WithLoss(nn.Module):
+    def __init__(self, is_first):
+        super().__init__()
+        self.layer, self.is_first = nn.Linear(4, 2).double(), is_first
+
+    def forward(self, x, y):
+        out = self.layer(x)
+        loss = F.cross_entropy(out, y)
+        return (loss, out) if self.is_first else (out, loss)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_loss_that_forward_returns_is_looked_at_where_shares_are_unlike(world, is_first):
+    look_again()
+    labels = torch.arange(23) % 2
+    labels[:5] = -100
+    model = samestep.replicate(WithLoss(is_first))
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(TensorDataset(X, labels), 23):
+            model(x, y)[0 if is_first else 1].backward()
+            samestep.mean(0.0)
+    is_said = world.size > 1 and world.rank == 0
+    assert said.getvalue().count("unlike numbers of them for each of their samples") == is_said
+
+
 def by_class(losses, y):
     return torch.stack([losses[y == label].mean() for label in (0, 1)]).mean()
 

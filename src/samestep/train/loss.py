@@ -8,9 +8,10 @@ import torch
 
 from samestep.train.passes import Share
 
-_SCALED = ("Mul", "Div", "Neg", "ToCopy", "View", "Squeeze", "Clone")
+_SCALED = ("Mul", "Div", "Neg", "ToCopy", "View", "Squeeze", "Clone", "_Weighed")
 _ADDED = ("Add", "Sub", "Rsub")
 _PASSED = (*_SCALED, *_ADDED)
+_CHOSEN = ("Mul", "_Weighed")  # of what they are made of, one has the reduction
 _NEAR = 8
 _MANY_LOSSES = 4
 
@@ -131,14 +132,14 @@ def _reduction_at(node: Any) -> dict[str, Any]:
         divisor = _single(denominator) if name == "Div" else divisor
         children = [child for child, _ in node.next_functions if child is not None or name != "Add"]
         losses += name == "Add" and len(children) > 1
-        node = _only_child(node) if name == "Mul" else children[0] if children else None
+        node = _only_child(node) if name in _CHOSEN else children[0] if children else None
     return {"reduction": None}
 
 
 def _only_child(node: Any) -> Any:
-    """The only child; of a product, such as of a loss and a learned factor, the only child with a reduction."""
+    """The only child; of a product, or of the outputs of a model, the only child with a reduction."""
     children = [child for child, _ in node.next_functions if child is not None]
-    if len(children) == 2 and name_of(node) == "Mul":
+    if len(children) > 1 and name_of(node) in _CHOSEN:
         children = [child for child in children if _has_reduction(child)]
     return children[0] if len(children) == 1 else None
 
