@@ -232,10 +232,9 @@ def _path_of(node: ast.Call) -> ast.expr | None:
 
 def _paths(followed: Follower, source: Source, path: ast.expr) -> set[str]:
     """The path; where it is a parameter of a function, also what the function's calls give for it."""
-    found, function = {followed.path_of(path)}, source.parents[path]
-    while not isinstance(function, ast.FunctionDef | ast.Module):
-        function = source.parents[function]
-    names = [each.arg for each in function.args.args] if isinstance(function, ast.FunctionDef) else []
+    found = {followed.path_of(path)}
+    function = next((node for node in source.around(path) if isinstance(node, ast.FunctionDef)), None)
+    names = [each.arg for each in function.args.args] if function else []
     for node in (node for module in followed.modules for node in ast.walk(module.tree)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == getattr(function, "name", ""):
             given = dict(zip(names, node.args, strict=False)) | {
