@@ -274,7 +274,7 @@ def test_what_is_watched_keeps_no_memory_and_its_numbers_can_be_read(same, nest,
 DRAWN = "draws for samples that were sorted"
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize(
     "inside",
