@@ -1,6 +1,7 @@
 """A failure is told with the exception and the rank that began it, not with what other ranks met because of it."""
 
 import re
+import signal
 
 import pytest
 
@@ -100,8 +101,11 @@ def test_the_rank_that_leaves_out_the_backward_of_one_of_two_models_is_named(siz
         """
     )
     code, _, err = launcher.run("-n", str(size), "--fork", "--hang-timeout", "7", "train.py")
-    assert code == 1
     assert f"failed on rank 0 of {size}" in err
+    if code == 128 + signal.SIGABRT:  # the models' sizes differ, and Gloo may see that first, and aborts
+        assert "on every rank call backward() of the same models" in err
+        return
+    assert code == 1
     others, number = ("rank 1 has" if size == 2 else "ranks 1, 2 have"), (2 if left_out == "first" else 1)
     assert f"{others} waited " in err
     assert (
