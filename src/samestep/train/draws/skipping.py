@@ -1,10 +1,7 @@
 """Draws only this rank's part of a whole batch's random numbers, where the generator can skip the rest."""
 
-import ctypes
 from collections.abc import Callable
-from itertools import repeat
 
-import numpy as np
 import torch
 
 from samestep.train.batch.parts import Part
@@ -13,7 +10,7 @@ _Draw = Callable[[torch.Tensor, torch.Generator | None], object]
 # these take the same count of the generator's values for every value that they draw
 _STEADY = ("bernoulli_.float", "uniform_", "exponential_")
 _WORTH_IT = 1000  # values that take longer to draw than a piece takes to begin
-_WORDS = 624  # that Mersenne Twister makes at once
+_AT_ONCE = 1 << 15
 
 
 class Skipping:
@@ -25,7 +22,6 @@ class Skipping:
 
     def __init__(self) -> None:
         self._each: dict[tuple[str, torch.dtype], int] = {}
-        self._twister = _Twister()
 
     def drew(self, name: str, tensor: torch.Tensor, part: Part, draw: _Draw) -> bool:
         """Try to fill the tensor with this rank's part; False, with nothing drawn, where that is not possible."""
@@ -41,10 +37,10 @@ class Skipping:
         if each := self._each[key]:
             skipped = before
             for piece in mine:
-                self._twister.skip(torch.default_generator, each * skipped)
+                _skip(torch.default_generator, each * skipped)
                 draw(piece, None)
                 skipped = after + before
-            self._twister.skip(torch.default_generator, each * after)
+            _skip(torch.default_generator, each * after)
         return bool(each)
 
     def _words_of_each(self, draw: _Draw, dtype: torch.dtype) -> int:
@@ -56,43 +52,19 @@ class Skipping:
                 torch.empty(count, dtype=dtype, device="cpu") for count in (ahead + mine + behind, mine)
             )
             draw(whole, first)
-            self._twister.skip(second, each * ahead)
+            _skip(second, each * ahead)
             draw(part, second)
-            self._twister.skip(second, each * behind)
+            _skip(second, each * behind)
             is_same = torch.equal(whole[ahead : ahead + mine], part)
             if is_same and torch.equal(first.get_state(), second.get_state()):
                 return each
         return 0
 
 
-class _Twister:
-    """NumPy's Mersenne Twister, which makes the next 624 words at a seventh of the time that torch takes to draw them.
-
-    Torch makes the same words, but has no function that passes over them. Its state is four fields: the seed, how many
-    words are left, how many are used, and the words.
-    """
-
-    def __init__(self) -> None:
-        self._generator = np.random.MT19937(0)
-        interface = self._generator.ctypes
-        self._at = ctypes.c_void_p(interface.state_address)
-        self._words = np.ctypeslib.as_array((ctypes.c_uint32 * _WORDS).from_address(interface.state_address))
-        self._used = ctypes.c_int.from_address(interface.state_address + self._words.nbytes)
-        self._next = ctypes.cast(interface.next_uint32, ctypes.PYFUNCTYPE(None, ctypes.c_void_p))
-
-    def skip(self, generator: torch.Generator, count: int) -> None:
-        """Let torch's CPU generator pass over its next `count` words."""
-        state = generator.get_state()
-        fields = state.numpy()
-        left, used = fields[8:12].view(np.int32), fields[16:24].view(np.uint64)
-        words = fields[24 : 24 + 8 * _WORDS].view(np.uint64)
-        # the last word passed over; torch makes new words when it takes the first of them
-        last = _WORDS - int(left[0]) + count
-        self._words[:] = words
-        for _ in repeat(None, last // _WORDS):
-            self._used.value = _WORDS
-            self._next(self._at)
-        words[:] = self._words
-        used[0] = last % _WORDS + 1
-        left[0] = _WORDS - last % _WORDS
-        generator.set_state(state)
+def _skip(generator: torch.Generator, count: int) -> None:
+    """Let the CPU's generator skip `count` of its own words; an integer of 64 bits takes two of them."""
+    pairs, single = divmod(count, 2)
+    numbers = torch.empty(min(pairs, _AT_ONCE), dtype=torch.int64, device="cpu")
+    for at in range(0, pairs, _AT_ONCE):
+        numbers[: pairs - at].random_(generator=generator)
+    torch.empty(single, dtype=torch.int32, device="cpu").random_(generator=generator)
