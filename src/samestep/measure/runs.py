@@ -82,10 +82,10 @@ class Run:
         for rank, pulse in self.pulses.items():
             path = rundir.failure_path(self.path, rank)
             if (failure := read_failure(path, pulse.pid)) and (written := _look(path)):
-                lines = recorded_traceback(failure).lines or [f"exit code {failure.code}"]
+                traceback = recorded_traceback(failure)
+                lines = traceback.lines or [f"exit code {failure.code}"]
                 lines = [printable(line, _MOST_CHARACTERS) for line in (f"rank {rank} {pulse.call}", *lines)]
-                echo = recorded_traceback(failure).is_echo
-                found.append((echo, written.st_mtime, failure.code, "\n".join(lines)))
+                found.append((traceback.is_echo, written.st_mtime, failure.code, "\n".join(lines)))
         echo, _, code, text = min(found, default=(True, 0.0, 1, ""))
         return None if echo else code, text
 

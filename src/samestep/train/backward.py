@@ -8,11 +8,10 @@ weights alone. Not covered: gradients under `torch.func`, and one backward throu
 that only the calls of a replica are weighed.
 """
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -199,13 +198,15 @@ class Hooks(Member):
     def _replace(self, owner: type, name: str, registering: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
         self._originals.append((owner, name, original))
-        setattr(owner, name, functools.wraps(original)(registering(original)))
+        setattr(owner, name, wraps(original)(registering(original)))
 
-    def _factor(self, is_inside: bool) -> float:
-        """What takes a gradient of the running backward to the serial script's."""
+    def _factor(self, is_weighed_inside: bool) -> float:
+        """What takes a gradient of the running backward to the serial script's.
+
+        With loss="sum" the weight is applied inside of the model's call, and not where backward begins.
+        """
         weights = self._spine.weights
-        # with loss="sum" the weight is applied inside of the model's call
-        if is_inside and self._spine.models.adds():
+        if is_weighed_inside:
             return 1.0 / float(self.group.world.size)
         return float(weights.of_leaves / weights.of_loss) if weights.of_loss else 1.0
 
@@ -216,7 +217,7 @@ class Hooks(Member):
             if tensor.grad_fn is None or is_counted or torch.compiler.is_compiling():
                 return register_hook(tensor, hook)
             self._spine.weights.needs_leaves = True
-            is_inside = self._spine.inside_model > 0
+            is_inside = self._spine.inside_model > 0 and self._spine.models.adds()
 
             def counted(gradient: torch.Tensor) -> torch.Tensor | None:
                 factor = self._factor(is_inside)
@@ -251,7 +252,8 @@ class Hooks(Member):
             self._spine.weights.needs_leaves = True
 
             def counted(module: torch.nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
-                factor = self._factor(self._spine.models.holds(module))
+                models = self._spine.models
+                factor = self._factor(models.adds() and models.holds(module))
                 changed = hook(module, _times(of_inputs, factor), _times(of_outputs, factor))
                 if changed is None:
                     return None

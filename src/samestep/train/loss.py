@@ -11,7 +11,7 @@ from samestep.train.passes import Share
 _SCALED = ("Mul", "Div", "Neg", "ToCopy", "View", "Squeeze", "Clone", "_Weighed")
 _ADDED = ("Add", "Sub", "Rsub")
 _PASSED = (*_SCALED, *_ADDED)
-_CHOSEN = ("Mul", "_Weighed")  # of what they are made of, one has the reduction
+_CHOSEN = ("Mul", "_Weighed")  # of their several inputs, one has the reduction
 _NEAR = 8
 _MANY_LOSSES = 4
 

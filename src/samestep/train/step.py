@@ -58,7 +58,8 @@ class Spine(Member):
         if subscriber in self._subscribers:
             return
         self._subscribers.append(subscriber)
-        self.group.hear_phases(subscriber.phase_begins)
+        if type(subscriber).phase_begins is not Subscriber.phase_begins:
+            self.group.hear_phases(subscriber.phase_begins)
 
     def tell(self, event: Callable[[Subscriber, Any], None], about: Any) -> None:
         for subscriber in self._subscribers:

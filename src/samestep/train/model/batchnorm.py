@@ -49,8 +49,8 @@ class Synced:
         _follow(self, mean.detach(), variance.detach() * count / (count - 1))
         weight, bias = (self.weight, self.bias) if self.affine else (1.0, 0.0)
         scale = torch.rsqrt(variance + self.eps) * weight
-        # the fastest kernel for (wide - mean) * scale + bias is a BatchNorm in evaluation, which takes the mean as a
-        # constant; the second summand is 0, and has the mean's gradient
+        # the fastest kernel for (wide - mean) * scale + bias is a BatchNorm in evaluation; it takes the mean as a
+        # constant, so the mean's gradient comes from (fixed - mean) * scale, which is 0
         fixed, ones = mean.detach(), torch.ones_like(mean)
         shift = bias + (fixed - mean) * scale
         return torch.batch_norm(wide, scale, shift, fixed, ones, False, 0.0, 0.0, False).to(input.dtype)
