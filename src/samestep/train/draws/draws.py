@@ -4,7 +4,7 @@ All ranks keep the same random streams. Example: of a batch of 8 samples rank 0 
 of shape (4, 100). The replaced kernel draws (8, 100), as the serial script does, and uses rows 0 to 3. Rank 1 draws the
 same (8, 100) and uses rows 4 to 7. A draw that does not have the batch, such as a new weight, stays as it is.
 
-Covered: torch's kernels, and NumPy's and Python's functions (host.py). The same code was not tried on CUDA.
+Covered: torch's kernels on a CPU and on CUDA, and NumPy's and Python's functions (host.py).
 Not covered, with a remark where it happens: draws whose number of values depends on their input (gamma, Poisson, …), a
 permutation of the share's length, fused attention with dropout, compiled graphs.
 """
