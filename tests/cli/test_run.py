@@ -175,7 +175,7 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (["-n2", "--duplicate-stderr-filters=x", "show.py"], 2, "--duplicate-stderr-filters is not offered"),
         (["-n2", "--no-python", "-m", "show"], 2, "leave one of them out"),
         (["-n2", "--run-dir", "show.py/runs", "show.py"], 2, "cannot be written (not a directory)"),
-        (["-n2", "nowhere.py"], 127, "nowhere.py cannot be executed (there is no such file in /"),
+        (["-n2", "nowhere.py"], 127, "there is no script 'nowhere.py' in /"),
         (
             ["-n2", "--no-python", "nowhere-to-be-found"],
             127,
@@ -195,7 +195,59 @@ def test_what_cannot_be_is_one_sentence(home, args, code, says):
 
 def test_a_directory_is_named_as_it_is_written(home):
     (home / "Runs").mkdir()
-    assert f"(there is no such file in {home}/Runs)\n" in run(home / "Runs", "-n2", "nowhere.py")[2]
+    assert f" in {home}/Runs; write its path\n" in run(home / "Runs", "-n2", "nowhere.py")[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("run", 127), ("submit", 2), ("scale", 2), ("profile", 2), ("convert", 2), ("verify", 2)],
+)
+def test_every_command_says_of_a_script_that_is_not_there_the_same(command, code, tmp_path):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "train.py").touch()
+    for script, wanted in (("no.py", "its path"), ("pkg.train", "-m pkg.train")):
+        done = subprocess.run(
+            [sys.executable, "-m", "samestep", command, script], cwd=tmp_path, capture_output=True, text=True
+        )
+        said = f": there is no script '{script}' in {tmp_path}; write {wanted}\n"
+        assert (done.returncode, done.stderr.removeprefix("samestep").removeprefix(f" {command}")) == (
+            code,
+            said,
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["pkg"]
+
+
+@pytest.mark.parametrize(
+    ("place", "script", "written"),
+    [
+        (".", ["src/cells/train.py"], "PYTHONPATH=src samestep run -n 1 -m cells.train"),
+        ("src", ["cells/train.py"], "samestep run -n 1 -m cells.train"),
+        ("src/cells", ["-m", "train"], "PYTHONPATH=.. samestep run -n 1 -m cells.train"),
+    ],
+)
+@pytest.mark.parametrize("names", [["__init__.py"], []])
+def test_a_file_of_a_package_is_told_to_be_started_as_a_module(place, script, written, names, tmp_path):
+    if not names and place == ".":
+        written = "samestep run -n 1 -m src.cells.train"  # where a package begins is not told
+    folder = tmp_path / "src" / "cells"
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).touch()
+    (folder / "data.py").write_text("print('read')\n")
+    (folder / "train.py").write_text("from . import data\n")
+    code, _, err = run(tmp_path / place, "-n1", *script)
+    assert code == 1
+    assert f" belongs to a package; write `{written}`\n" in err
+    done = subprocess.run(
+        written.replace("samestep", f"{sys.executable} -m samestep", 1),
+        shell=True,
+        cwd=tmp_path / place,
+        env=CLEAN,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr
 
 
 def test_a_directory_that_was_removed_is_said_to_be(home):

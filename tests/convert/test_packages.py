@@ -99,7 +99,7 @@ def test_the_commands_of_the_page_print_what_it_shows() -> None:
 def test_the_script_of_a_project_is_kept_though_it_does_not_change():
     _project(Path("cells"))
     done = _run("--write", "cells/train.py")
-    assert done.stdout.endswith("\ntest it: samestep verify --against cells/train_serial.py cells/train.py\n")
+    assert done.stdout.endswith("\ntest it: samestep verify --against cells.train_serial -m cells.train\n")
     assert Path("cells/train_serial.py").read_text() == Path("cells/train.py").read_text()
     assert not Path("cells/model_serial.py").exists()
 

@@ -135,15 +135,6 @@ def test_what_the_script_printed_stands_before_a_report_without_an_exception():
     assert str(caught.value).endswith(report)
 
 
-def test_a_script_that_is_not_there_is_said_before_anything_runs(tmp_path):
-    for command in ("scale", "profile"):
-        done = subprocess.run(
-            [sys.executable, "-m", "samestep", command, "no.py"], cwd=tmp_path, capture_output=True
-        )
-        assert b"script 'no.py' is not a file in" in done.stderr
-        assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

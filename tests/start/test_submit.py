@@ -297,7 +297,7 @@ def test_an_output_of_the_users_own_is_asked_for_once() -> None:
 def test_a_mistyped_script_is_found_before_it_waits_in_the_queue(tmp_path: Path) -> None:
     done = _samestep("submit", "trian.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == f"samestep submit: script 'trian.py' is not a file in {tmp_path}; write its path\n"
+    assert done.stderr == f"samestep submit: there is no script 'trian.py' in {tmp_path}; write its path\n"
 
 
 def test_every_shipped_profile_loads_and_says_what_it_is() -> None:

@@ -115,7 +115,7 @@ def test_a_script_that_cannot_be_verified_gets_a_sentence() -> None:
     Path("none.py").write_text("print(1)")
     for arguments, sentence in (
         (["-n", "1,2", "none.py"], "none.py took no optimizer step"),
-        (["nowhere.py"], "script 'nowhere.py' is not a file in "),
+        (["nowhere.py"], "there is no script 'nowhere.py' in "),
         (["-n", "1", "none.py"], "-n 1 is one number of processes"),
         (["-n", "one", "none.py"], "-n one is not a list of numbers"),
         (["-n", "1,0", "none.py"], "-n 1,0 contains 0 processes"),

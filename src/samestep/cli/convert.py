@@ -9,6 +9,7 @@ from samestep.cli.output import check_script, verb
 from samestep.convert.convert import Conversion, convert
 from samestep.errors import UsageError
 from samestep.files import write_atomically
+from samestep.start.scan import as_module, imports_relatively
 from samestep.text import counted
 
 
@@ -30,9 +31,9 @@ def command(script: str, write: bool, is_module: bool) -> None:
     Exit code: 0 all is converted; 1 something is left to do; 2 SCRIPT cannot be converted.
     """
     path = Path(*script.split(".")) if is_module else Path(script)
-    if is_module:
-        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    path = path.with_suffix(".py") if is_module and not path.is_dir() else path
     check_script(str(path), is_module=False)
+    path = path / "__main__.py" if path.is_dir() else path
     conversion = convert(path, write, is_module)
     if not conversion.files:
         click.echo(f"samestep convert: nothing in {script} could be converted", err=True)
@@ -49,9 +50,11 @@ def command(script: str, write: bool, is_module: bool) -> None:
         for gap in conversion.gaps:
             click.echo(f"  {gap}", err=True)
     elif write and conversion.files:
-        copy = _copy_of(path)
-        serial = f"{'.'.join(copy.with_suffix('').parts)} -m" if is_module else copy
-        click.echo(f"test it: samestep verify --against {serial} {script}")
+        found = [("", str(path)), ("", str(_copy_of(path)))]
+        if is_module or imports_relatively(path):
+            found = [as_module(path), as_module(_copy_of(path))]
+        (before, name), (_, serial) = found
+        click.echo(f"test it: {before}samestep verify --against {serial.removeprefix('-m ')} {name}")
     raise SystemExit(1 if conversion.gaps else 0)
 
 

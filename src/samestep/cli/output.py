@@ -168,10 +168,22 @@ def harmless(text: object) -> str:
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], _COLOURS.sub("", str(text)))
 
 
+class NoScript(UsageError):
+    """There is no such script."""
+
+
 def check_script(script: str, is_module: bool) -> None:
     """Refuse a script that does not exist now, instead of after minutes or in a queue."""
-    if not (is_module or Path(script).is_file()):
-        raise UsageError(f"script {script!r} is not a file in {Path.cwd()}; write its path")
+    path = Path(script)
+    if is_module or path.is_file() or (path / "__main__.py").is_file():
+        return
+    if path.is_dir():
+        raise UsageError(f"{script} is a directory without a __main__.py; write the path of a script in it")
+    if not path.exists():
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        module = Path(*script.split(".")).with_suffix(".py")
+        wanted = f"-m {script}" if module.is_file() else "its path"
+        raise NoScript(f"there is no script {script!r}{where}; write {wanted}")
 
 
 def sizes_of(option: str, text: str) -> list[int]:

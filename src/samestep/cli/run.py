@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import numbers, ranks_of, verb
+from samestep.cli.output import NoScript, check_script, harmless, numbers, ranks_of, verb
 from samestep.errors import UsageError
 from samestep.placement.devices import COUNTED, cores, masked, visible_devices
 from samestep.placement.place import place
@@ -183,6 +183,9 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             )
             _remark(file, size, options, is_counted=COUNTED in env)
             code = run_script(started)
+        except NoScript as error:
+            click.echo(harmless(f"samestep: {error}"), err=True)
+            code = 127
         except OSError as error:
             reason = error.strerror or str(error)
             # only the first letter in lower case: the rest may contain a path
@@ -231,10 +234,7 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
         return [scripts_python(), "-m", script, *args]
     if script.startswith("python") and not Path(script).exists():
         raise UsageError(f"samestep run starts Python itself; leave the word {script} out")
-    if not Path(script).exists():
-        raise FileNotFoundError(2, f"there is no such file in {Path.cwd()}")
-    if Path(script).is_dir() and not Path(script, "__main__.py").exists():
-        raise UsageError(f"{script} is a directory without a __main__.py; write the path of a script in it")
+    check_script(script, is_module=False)
     return [scripts_python(), script, *args]
 
 

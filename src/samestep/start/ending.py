@@ -8,11 +8,13 @@ from pathlib import Path
 from samestep.failure import heading, typed
 from samestep.rundir import CHECKPOINTED, PulseReading, pulse_path, read_pulse
 from samestep.start.memory import explain_kill
+from samestep.start.scan import as_module
 from samestep.start.supervise import Outcome
 from samestep.start.worker import Worker
 from samestep.text import duration, name_ranks
 from samestep.tracebacks import describe_end, last_words
 
+_OF_PACKAGE = "ImportError: attempted relative import"
 _TERMINATED = b"terminate called without an active exception"
 _AT_ITS_END = (
     "the script had ended: torch aborted in a thread of its process group while Python ended; before the script ends,\n"
@@ -50,7 +52,13 @@ def ending(
     cause = outcome.cause
     pulse, step = read_pulse(pulse_path(run, cause.rank)), step_of(run, cause.rank)
     where = os.uname().nodename + (f", {pulse.device}" if pulse else "")
-    what = "\n".join(_failure_lines(outcome, cause, cause.rank in shown, kills, pulse))
+    lines = _failure_lines(outcome, cause, cause.rank in shown, kills, pulse)
+    if lines[-1:] and _OF_PACKAGE in lines[-1]:
+        before, module = as_module(Path(name if name.endswith(".py") else f"{name.replace('.', os.sep)}.py"))
+        lines.append(
+            f"samestep: {name} belongs to a package; write `{before}samestep run -n {len(workers)} {module}`"
+        )
+    what = "\n".join(lines)
     head = heading(name, cause.rank, size, where, seconds, step)
     return f"{head}\n\n{what}\n\n{_others(cause, workers)}{logs}"
 

@@ -1,7 +1,9 @@
 """Reads from a script's source whether its processes join a run, or whether it starts ranks itself."""
 
 import ast
+import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +58,22 @@ def names_early_variable(script: Path) -> bool:
         node.value for _, tree in _files(script) for node in ast.walk(tree) if isinstance(node, ast.Constant)
     )
     return any(isinstance(value, str) and _EARLY.match(value) for value in constants)
+
+
+def imports_relatively(script: Path) -> bool:
+    """Whether it imports from its own package by a dot, and so can only be run as a module."""
+    nodes = ast.walk(ast.parse(script.read_bytes()))
+    return any(isinstance(node, ast.ImportFrom) and node.level for node in nodes)
+
+
+def as_module(script: Path) -> tuple[str, str]:
+    """How to start a file of a package from here: what to write before the command, and `-m package.module`."""
+    path, here = Path(os.path.abspath(script)), Path.cwd()
+    top = next(folder for folder in path.parents if not (folder / "__init__.py").exists())
+    if top == path.parent:  # a package without __init__.py
+        top = here if here in top.parents else top.parent
+    name = ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__main__")
+    return "" if top == here else f"PYTHONPATH={shlex.quote(os.path.relpath(top))} ", f"-m {name}"
 
 
 def _files(script: Path) -> Iterator[tuple[Path, ast.Module]]:
