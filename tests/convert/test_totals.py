@@ -254,3 +254,26 @@ def test_numbers_that_a_data_set_reads_of_its_samples_are_no_totals():
 def test_tensors_that_are_added_to_a_list_one_by_one_are_joined_before_they_are_gathered():
     text = f"{BEGIN}got = []\n{EVALUATE}        got += [out.argmax(1)]\nprint(torch.cat(got).float().std())\n"
     assert "print(samestep.gather(torch.cat(got)).float().std())" in _after(text)
+
+
+@pytest.mark.parametrize(
+    "held", ['state["running"]', 'state.setdefault("running", [0.0, 0])', 'state.get("running")']
+)
+def test_what_is_added_to_a_list_inside_a_dict_is_totalled_where_the_dict_is_read(held):
+    lines = f"    running = {held}\n    running[0] += loss.item() * len(x)\n    running[1] += len(x)\n"
+    begin = f'{BEGIN}state = {{}}\nstate["running"] = [0.0, 0]\nfor x, y in train:\n{STEP}{lines}'
+    made = _after(f'{begin}print(state["running"][0] / state["running"][1])\n')
+    assert 'print(samestep.sum(state["running"][0]) / samestep.sum(state["running"][1]))' in made
+    assert "running[1] += samestep.sum(len(x))" in _after(f'{begin}print(state["running"])\n')
+
+
+def test_what_a_function_adds_to_a_list_inside_a_dict_of_its_caller_is_totalled_there():
+    function = 'def note(state, x):\n    running = state["running"]\n    running[0] += len(x)\n'
+    text = f'state = {{"running": [0]}}\nfor x, y in train:\n{STEP}    note(state, x)\nprint(state["running"][0])\n'
+    assert "running[0] += samestep.sum(len(x))" in _after(f"{BEGIN}{function}{text}")
+
+
+def test_a_dict_that_also_holds_the_model_is_no_model():
+    lines = "    state.update(loss=loss.item())\n"
+    text = f'{BEGIN}state = {{"epoch": 0, "model": model}}\nfor x, y in train:\n{STEP}{lines}print(state["loss"])\n'
+    assert "state.update(loss=samestep.mean(loss.item()))" in _after(text)

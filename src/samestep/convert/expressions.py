@@ -27,7 +27,6 @@ from samestep.convert.values import (
 
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
 _TEXTS = ("__format__", "__str__", "__repr__")
-_HOLDS = "holds values of this process's share"
 
 
 class Expressions(Names):
@@ -87,27 +86,13 @@ class Expressions(Names):
         if (value := self.frame.scope.find(node.id)) is not None:
             while scope is not None and node.id not in scope.names:
                 scope = scope.parent
-            # a dict or object whose elements were set separately
-            prefixes = (f"{node.id}[", f"{node.id}.")
-            fields = scope.names if scope else {}
-            parts = [part for name, part in fields.items() if name.startswith(prefixes) and part.is_shared]
-            if value.is_shared or not parts:
-                return value
-            by_key = {key: fields.get(f"{node.id}[{key!r}]", Value()) for key in _keys(value)}
-            if all(part.is_shared for part in by_key.values()) and len(by_key) == len(parts):
-                return Value("dict", by_key, since=value.since)
-            return self._holding(parts, all(isinstance(part.of, Sum) for part in parts))
+            holder, name = self.frame.scope.aliases.get(node.id) or (scope, node.id)
+            return self.held(holder, name, value) if holder else value
         if hasattr(builtins, node.id):
             return Value("external", f"builtins.{node.id}")
         while scope is not None and not scope.stars:
             scope = scope.parent
         return Value("external", f"{scope.stars[0]}.{node.id}") if scope else Value()
-
-    def _holding(self, values: list[Value], are_sums: bool = True) -> Value:
-        """A container of sums over batches: in training the sums are totalled where they are added up."""
-        sums = [value.of for value in values if isinstance(value.of, Sum) and value.of.loop.trains]
-        nodes = tuple(node for batch_sum in sums for node in batch_sum.nodes) if are_sums else ()
-        return other(_HOLDS, *values, edits=nodes or None)
 
     def _attribute(self, node: ast.Attribute) -> Value:
         base, name = self.value(node.value), node.attr
@@ -146,7 +131,7 @@ class Expressions(Names):
     def of_instance(self, base: Value, name: str) -> Value:
         if name == "__dict__":
             fields = [value for value in base.of.scope.names.values() if value.is_shared]
-            return self._holding(fields) if fields else Value()
+            return self.holding(fields) if fields else Value()
         own: Value | None = base.of.scope.names.get(name)
         if own is not None:
             return own  # also a function: kept in an object it is no method
@@ -282,9 +267,9 @@ class Expressions(Names):
         keys = [getattr(key, "value", None) for key in node.keys]
         if {value.kind for value in values} == {Kind.ROWS}:
             return Value(Kind.BATCH)
-        kinds = {value.kind for value in values} & {"instance", "loader", "list", "function"}
-        is_known = bool(kinds) or any(value.is_shared for value in values)
-        return Value("dict", dict(zip(keys, values, strict=True))) if is_known else join(*values).bare
+        kinds = {value.kind for value in values} & {"instance", "loader", "list", "function", "model"}
+        is_known, models = bool(kinds) or any(value.is_shared for value in values), models_of(*values)
+        return Value("dict", dict(zip(keys, values, strict=True)), models) if is_known else join(*values).bare
 
     def _starred(self, node: ast.Starred | ast.NamedExpr) -> Value:
         value = self.value(node.value)
@@ -371,15 +356,6 @@ class Expressions(Names):
     def next_of(self, iterator: Value) -> Value:
         method = iterator.of.of.find("__next__")
         return self.run(replace(method.of, bound=iterator), [iterator], {}, None) if method else Value()
-
-
-def _keys(value: Value) -> list[object]:
-    """The keys of a dict display or a dict() call."""
-    expression = value.origin[0] if value.origin else None
-    if isinstance(expression, ast.Dict):
-        return [getattr(key, "value", None) for key in expression.keys]
-    is_dict = isinstance(expression, ast.Call) and ast.unparse(expression.func) == "dict"
-    return [keyword.arg for keyword in expression.keywords] if is_dict else []  # type: ignore[union-attr]
 
 
 def _tested_constant(test: ast.expr) -> tuple[ast.expr, object, bool] | None:

@@ -1,11 +1,14 @@
 """Binds names, attributes and elements to values, and finds them again."""
 
 import ast
+import re
 from dataclasses import replace
 
 from samestep.convert.project import Scope
 from samestep.convert.totals import Totals
-from samestep.convert.values import ROWS, Kind, Value, join, other
+from samestep.convert.values import ROWS, Kind, Sum, Value, join, other
+
+_HOLDS = "holds values of this process's share"
 
 
 class Names(Totals):
@@ -36,8 +39,9 @@ class Names(Totals):
             del scope.names[known]
         if value.kind == Kind.ROWS and self.batches and name != "_":
             self.batches.rows = self.batches.rows or name
-        is_alias = node is None or isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
-        (scope.aliases.add if is_alias else scope.aliases.discard)(name)
+        scope.aliases.pop(name, None)
+        if (shared := _shared(node)) is not None or node is None:
+            scope.aliases[name] = self.place_of(shared) if shared is not None else None
         origin = value.origin if node is None or value.kind == "loader" else (node, self.source, self.since)
         scope.names[name] = replace(value, since=self.since, origin=origin)
 
@@ -57,16 +61,36 @@ class Names(Totals):
         root, own_scope = target, self.frame.scope
         while isinstance(root, ast.Attribute | ast.Subscript):
             root = root.value
-        root_name = ast.unparse(root)
+        root_name, text = ast.unparse(root), ast.unparse(target)
+        if root is not target and (place := own_scope.aliases.get(root_name)):
+            return place[0], place[1] + text.removeprefix(root_name)
         scope: Scope | None = own_scope.elsewhere.get(root_name, own_scope)
         while scope is not None and root_name not in scope.names and root is not target:
             scope = scope.parent
-        return scope or own_scope, ast.unparse(target)
+        return scope or own_scope, text
 
     def _set_before(self, node: ast.expr) -> Value | None:
         """The value to which the script has set an attribute or element; None if it has not."""
         scope, name = self.place_of(node)
-        return scope.names.get(name)
+        value = scope.names.get(name)
+        return value and self.held(scope, name, value)
+
+    def held(self, scope: Scope, name: str, value: Value) -> Value:
+        """The value of a place, which may be a dict or object whose elements were set separately."""
+        prefixes, fields = (f"{name}[", f"{name}."), scope.names
+        parts = [part for field, part in fields.items() if field.startswith(prefixes) and part.is_shared]
+        if value.is_shared or not parts:
+            return value
+        by_key = {key: fields.get(f"{name}[{key!r}]", Value()) for key in _keys(value)}
+        if all(part.is_shared for part in by_key.values()) and len(by_key) == len(parts):
+            return Value("dict", by_key, since=value.since)
+        return self.holding(parts, all(isinstance(part.of, Sum) for part in parts))
+
+    def holding(self, values: list[Value], are_sums: bool = True) -> Value:
+        """A container of sums over batches: in training the sums are totalled where they are added up."""
+        sums = [value.of for value in values if isinstance(value.of, Sum) and value.of.loop.trains]
+        nodes = tuple(node for batch_sum in sums for node in batch_sum.nodes) if are_sums else ()
+        return other(_HOLDS, *values, edits=nodes or None)
 
     def is_lost(self, target: ast.expr, is_changed: bool = False) -> bool:
         """Whether a value put there cannot be followed: the target is inside an object from outside this function."""
@@ -78,8 +102,10 @@ class Names(Totals):
         if not isinstance(root, ast.Name) or (root is target and not is_changed):
             return False
         names = [arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)] if function else []
-        is_local = root.id in self.frame.scope.names or root.id in self.frame.scope.elsewhere
-        return not is_local or root.id in names or (is_changed and root.id in self.frame.scope.aliases)
+        scope, held = self.frame.scope.aliases.get(root.id) or (self.frame.scope, root.id)
+        is_local = scope is self.frame.scope and (root.id in scope.names or root.id in scope.elsewhere)
+        is_given = root.id in names or (root is not target and re.split(r"[.\[]", held)[0] in names)
+        return not is_local or is_given or (is_changed and root.id in self.frame.scope.aliases)
 
     def part_of(self, value: Value, key: object, count: int | None = None) -> Value:
         """The element of a value with this key; `count` is the number of targets of an unpacking."""
@@ -92,3 +118,20 @@ class Names(Totals):
         if value.kind == "each":
             return other("is taken apart by zip", value) if value.is_shared else Value()
         return Value(Kind.ROWS) if value.kind == Kind.BATCH else value
+
+
+def _keys(value: Value) -> list[object]:
+    """The keys of a dict display or a dict() call."""
+    expression = value.origin[0] if value.origin else None
+    if isinstance(expression, ast.Dict):
+        return [getattr(key, "value", None) for key in expression.keys]
+    is_dict = isinstance(expression, ast.Call) and ast.unparse(expression.func) == "dict"
+    return [keyword.arg for keyword in expression.keywords] if is_dict else []  # type: ignore[union-attr]
+
+
+def _shared(node: ast.expr | None) -> ast.expr | None:
+    """The place whose object an expression gives; that of `held.setdefault(key, [])` is `held[key]`."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=held, attr="get" | "setdefault"), args=[key, *_]):
+            return ast.copy_location(ast.Subscript(held, key), node)
+    return node if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) else None

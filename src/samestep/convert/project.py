@@ -17,7 +17,8 @@ class Scope:
     parent: "Scope | None" = None
     names: Named = field(default_factory=dict)
     stars: list[str] = field(default_factory=list)
-    aliases: set[str] = field(default_factory=set)  # names that may share their object
+    # names that may share their object, and where it is, if that is known
+    aliases: dict[str, tuple["Scope", str] | None] = field(default_factory=dict)
     elsewhere: dict[str, "Scope"] = field(default_factory=dict)  # for global and nonlocal names
 
     def find(self, name: str) -> Value | None:

@@ -58,6 +58,14 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(world, tmp_path):
     assert samestep.load(real) == {"step": 1}
 
 
+def test_a_rank_with_a_directory_of_its_own_gets_a_copy_there(world, tmp_path):
+    """As with tempfile.mkdtemp(), after which each rank reads what it believes it saved."""
+    own = Path(tempfile.mkdtemp(dir=tmp_path))
+    samestep.save(own / "m.pt", {"of": world.rank})
+    assert samestep.load(own / "m.pt") == {"of": 0}
+    samestep.save(own / "m.pt" if world.rank == 0 else own / "not-there" / "m.pt", {})
+
+
 def test_an_error_of_rank_0_is_raised_on_all_ranks_and_the_old_file_stays(world, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"not-there/m.pt cannot be written \(no such file or directory\)"
