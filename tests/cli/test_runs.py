@@ -162,5 +162,8 @@ def test_a_run_whose_launcher_was_killed_is_not_taken_for_running(tmp_path):
         assert running.stdout is not None
         running.stdout.readline()
         running.kill()
+        os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)
+        # as in a container in which nothing waits for the launcher
+        assert "ended without a result" in samestep(tmp_path, "runs").stdout
     assert "ended without a result" in samestep(tmp_path, "runs").stdout
     assert " on 1 rank" in samestep(tmp_path, "status").stdout.splitlines()[0].replace("1 ranks", "")

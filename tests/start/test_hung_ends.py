@@ -112,6 +112,21 @@ def test_a_process_that_a_rank_put_in_a_session_of_its_own_is_named_and_lives_on
     assert (code, err.splitlines()) == (0, [says])
 
 
+def test_a_process_that_lives_on_is_named_once_over_all_restarts(launcher):
+    launcher.write(
+        """
+        import os, subprocess
+        if not os.path.exists("pid"):
+            open("pid", "w").write(str(subprocess.Popen(["sleep", "40"], start_new_session=True).pid))
+        os._exit(3 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+        """
+    )
+    code, _, err = launcher.run("-n", "1", "--max-restarts", "2", "train.py")
+    child = psutil.Process(int((launcher.home / "pid").read_text()))
+    child.kill()
+    assert (code, err.count("restart "), err.count("lives on: sleep 40")) == (5, 2, 1)
+
+
 def test_a_script_without_init_is_said_not_to_be_watched_where_a_hang_timeout_is_written(launcher):
     launcher.write("import time\ntime.sleep(2)")
     code, _, err = launcher.run("-n", "2", "--hang-timeout", "0.5", "train.py")

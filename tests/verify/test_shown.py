@@ -5,8 +5,12 @@ import csv
 import io
 import random
 import re
+import signal
+import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -163,3 +167,30 @@ def test_a_failure_that_comes_and_goes_is_not_put_down_to_what_samples_draw(kind
     failed = Run(2, 1, [[], []], [{}, {}], Path(), [{}, {}], "OSError: no space left")
     most_certain = next(suspects(Compared(serial, failed, Difference(kind, None, None, ""))))
     assert (most_certain.removed == "augment") == (kind != "failed")
+
+
+@pytest.mark.slow
+def test_a_crash_is_shown_before_the_runs_that_look_for_its_cause() -> None:
+    Path("crash.py").write_text(
+        dedent(
+            """
+            import torch, samestep
+            world = samestep.init()
+            data = torch.utils.data.TensorDataset(torch.ones(12, 2))
+            model = samestep.replicate(torch.nn.Linear(2, 1))
+            optimizer = torch.optim.SGD(model.parameters())
+            for (x,) in samestep.loader(data, batch_size=6):
+                model(x).mean().backward()
+                optimizer.step()
+                assert world.size == 1, "why"
+            """
+        )
+    )
+    command = [sys.executable, "-m", "samestep", "verify", "-n", "1,2", "crash.py"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        before = "".join(takewhile(lambda line: "Ctrl-C" not in line, lines))
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+    assert "AssertionError: why" in before

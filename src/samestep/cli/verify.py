@@ -120,9 +120,13 @@ def _show_differing(report: "Report") -> None:
     """Show the planned runs before those that look for causes begin."""
     _show_table(report, err=True)
     seconds = max(outcome.run.seconds for outcome in report.outcomes.values())
+    found = "these runs differ; to tell whether that is a mistake, and which"
+    if report.verdict == "failed":
+        click.echo(f"\n{report.worst.run.failure}", err=True)
+        found = "to tell which line of the script is the cause"
     click.echo(
-        f"\nsamestep verify: these runs differ; to tell whether that is a mistake, and which, up to {_MORE_RUNS} more "
-        f"follow, of about {duration(seconds)} each; Ctrl-C prints what is known by then, --no-causes leaves them out",
+        f"\nsamestep verify: {found}, up to {_MORE_RUNS} more runs follow, of about {duration(seconds)} each; Ctrl-C "
+        "prints what is known by then, --no-causes leaves them out",
         err=True,
     )
 

@@ -84,7 +84,8 @@ class Run:
             if (failure := read_failure(path, pulse.pid)) and (written := _look(path)):
                 traceback = recorded_traceback(failure)
                 lines = traceback.lines or [f"exit code {failure.code}"]
-                lines = [printable(line, _MOST_CHARACTERS) for line in (f"rank {rank} {pulse.call}", *lines)]
+                place = f"{' in' * (pulse.phase != 'end')} {pulse.call}" if pulse.call else ""
+                lines = [printable(line, _MOST_CHARACTERS) for line in (f"rank {rank}{place}", *lines)]
                 found.append((traceback.is_echo, written.st_mtime, failure.code, "\n".join(lines)))
         echo, _, code, text = min(found, default=(True, 0.0, 1, ""))
         return None if echo else code, text
@@ -222,7 +223,9 @@ def _is_time(seconds: Any) -> bool:
 def _lives(pid: int, started: float) -> bool:
     """Whether the process that began a run lives; a later process may have the same number."""
     try:
-        return bool(psutil.Process(pid).create_time() < started + _CLOCK_SECONDS)
+        process = psutil.Process(pid)
+        is_ended = process.status() == psutil.STATUS_ZOMBIE  # some containers keep it so for ever
+        return bool(process.create_time() < started + _CLOCK_SECONDS) and not is_ended
     except (psutil.Error, ValueError, OverflowError):
         return False
 

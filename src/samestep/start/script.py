@@ -11,6 +11,8 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+import psutil
+
 from samestep import rundir
 from samestep.errors import RankMissing, UsageError
 from samestep.files import unnamed_file
@@ -95,6 +97,7 @@ class _Run:
         self._slots = {
             name: stack.enter_context(unnamed_file(name=rundir.SLOTS[0])).fileno() for name in slots
         }
+        self._named = set[psutil.Process]()  # that live on after a start
         self._warm: Warm | None = None
         if script.is_warmable:
             # forked processes recognise themselves as ranks by these, even if the script removes its own variables
@@ -143,7 +146,17 @@ class _Run:
             say = self._terminal.say if launchers.node == 0 else str
             is_again = self._restarts.past.generation > 0
             watch = stack.enter_context(
-                closing(Watch(run, total, say, script.hang_timeout_s, launchers.share, is_again=is_again))
+                closing(
+                    Watch(
+                        run,
+                        total,
+                        say,
+                        script.hang_timeout_s,
+                        launchers.share,
+                        is_again=is_again,
+                        named=self._named,
+                    )
+                )
             )
             if stop_signal is not None:
                 watch.ask_to_stop(stop_signal)  # this start commits the state in memory, and ends

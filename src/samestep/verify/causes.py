@@ -19,7 +19,7 @@ _CLOSE = 1e-5  # equal losses
 _MOST_LINES = 3
 _BEFORE = r"^(?:\[rank\d+\]: |samestep: rank \d+ of \d+ ended in .*?: )?"
 _EXCEPTION = re.compile(rf"{_BEFORE}(?:\w+\.)*(?!Logs)([A-Z]\w+): (\S.*)", re.MULTILINE)
-_NOTE = re.compile(r"^(?:\[rank\d+\]: )?samestep: (.*\breplicate\b.*)", re.MULTILINE)
+_NOTE = re.compile(r"^(?:\[rank\d+\]: )?samestep: (.+)", re.MULTILINE)
 _WAITED = re.compile(r"RuntimeError: .*\b[Tt]imed out waiting")
 _OF_RANKS = {"RanksDiffer", "RankMissing"}
 
@@ -103,7 +103,8 @@ def came_apart(run: Run) -> bool:
 def says_its_cause(run: Run) -> bool:
     """Whether the error that ended a run is about lines of the script, not about ranks that differ."""
     kind, message = failure_of(run)
-    return bool(kind) and not came_apart(run) and ("replicate" in message or "samestep" in message)
+    is_said = "replicate" in message or "samestep" in message or bool(_NOTE.search(run.failure))
+    return bool(kind) and not came_apart(run) and is_said
 
 
 def _is_drawn(compared: Compared) -> bool:

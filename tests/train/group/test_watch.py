@@ -276,6 +276,33 @@ def test_a_run_of_mpirun_that_a_rank_left_by_os_exit_names_that_rank_its_line_an
     assert run.facts()["failure"] == f"rank {rank} left the script at train.py:3\nexit code 7"
 
 
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher", ["mpirun.openmpi --allow-run-as-root --oversubscribe -n 3", "torchrun"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_of_another_launcher_names_the_rank_that_was_killed(tmp_path, launcher, rank):
+    if launcher == "torchrun":
+        launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 3 --no-python"
+    (tmp_path / "train.py").write_text(
+        "import os, signal, samestep\n"
+        f"if samestep.init().rank == {rank}:\n    os.kill(os.getpid(), signal.SIGKILL)\nsamestep.sum(1)\n"
+    )
+    command = [*launcher.split(), sys.executable, "train.py"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
+    assert subprocess.run(command, env=env, cwd=tmp_path, capture_output=True).returncode != 0
+    (run,) = list_runs(tmp_path / "runs")
+    until = time.monotonic() + 10
+    while not run.is_over and time.monotonic() < until:
+        time.sleep(0.2)
+        (run,) = list_runs(tmp_path / "runs")
+    where, what = run.facts()["failure"].split("\n")
+    assert (where, run.state.startswith("failed ")) == (f"rank {rank}", True)
+    if "torch.distributed.run" in launcher:  # it looks at its processes ten times a second
+        assert what == "killed by SIGKILL"
+    else:
+        assert what == "killed by SIGKILL" or what.endswith(" without an error, as by SIGKILL")
+
+
 STUCK = """
 import sys, threading, time
 import samestep.train.group.watch as watch

@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from subprocess import DEVNULL, Popen, TimeoutExpired
+from subprocess import PIPE, Popen, TimeoutExpired
 
 from samestep import rundir
 from samestep.errors import UsageError
@@ -55,9 +55,21 @@ class Output:
         if self._run is None or os.isatty(0):
             return
         pipes = [os.pipe() for _ in _OUT_AND_ERR]
-        command = [sys.executable, "-I", "-S", str(_TEE), str(rundir.log_path(self._run, rank))]
-        kept = [read for read, _ in pipes]
-        self._tee = Popen([*command, *map(str, kept)], stdin=DEVNULL, pass_fds=kept, start_new_session=True)
+        kept, record = [read for read, _ in pipes], rundir.failure_path(self._run, rank)
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            _TEE,
+            rundir.log_path(self._run, rank),
+            *kept,
+            os.getpid(),
+            record,
+        ]
+        self._tee = Popen([*map(str, command)], bufsize=0, stdin=PIPE, pass_fds=kept, start_new_session=True)
+        assert self._tee.stdin is not None
+        # a forked child must not keep it open: its end tells that this process was killed
+        os.register_at_fork(after_in_child=self._tee.stdin.close)
         self._before = [os.dup(number) for number in _OUT_AND_ERR]
         for number, (read, write) in zip(_OUT_AND_ERR, pipes, strict=True):
             os.close(read)
@@ -68,6 +80,7 @@ class Output:
         """Write the rest; later output goes only to its old target."""
         if self._tee is None:
             return
+        self._tell_leaving()
         sys.stdout.flush()
         sys.stderr.flush()
         for number, before in zip(_OUT_AND_ERR, self._before, strict=True):
@@ -75,7 +88,14 @@ class Output:
         with suppress(TimeoutExpired):  # a child of this rank may still hold the pipe
             self._tee.wait(_LAST_WORDS_S)
 
+    def _tell_leaving(self) -> None:
+        """Tell the process that copies the output that this process now ends by itself."""
+        if self._tee is not None and self._tee.stdin is not None and not self._tee.stdin.closed:
+            with suppress(OSError), self._tee.stdin as end:  # it may have ended
+                end.write(b"x")
+
     def note_end(self, code: int) -> None:
+        self._tell_leaving()
         if self._run is None or self._rank != 0:
             return
         record = {"exit_code": code, "seconds": round(time.time() - self._began, 3), "failure": None}

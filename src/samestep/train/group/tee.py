@@ -1,15 +1,23 @@
 """A program that copies a rank's stdout and stderr to their old targets and to the rank's log.
 
-Its arguments are the log and the two pipes. It ends when the last process that writes to a pipe has ended.
+Its arguments are the log, the two pipes, the rank's pid, and the file for its record of a failure. It ends when the
+last process that writes to a pipe has ended. A rank that is killed can write no record, so this program does: its stdin
+ends with the rank. It knows the signal only if it looks before the rank's parent does.
 """
 
+import json
 import os
 import select
 import signal
 import sys
+import time
 from contextlib import suppress
 
 _CHUNK = 1 << 16
+_ENDED = "its process ended in the middle of the script without an error, as by SIGKILL"
+_END_S = 0.5  # between the end of a rank's output and the end of its process
+_STATUS = 49  # the place of the exit status in /proc/PID/stat, from the state on
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # by which a launcher ends the other ranks
 
 
 def main() -> None:
@@ -18,15 +26,51 @@ def main() -> None:
         with suppress(OSError):
             signal.signal(number, signal.SIG_IGN)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    log, out, err = os.open(sys.argv[1], flags, 0o600), int(sys.argv[2]), int(sys.argv[3])
-    ends = {out: {1, log}, err: {2, log}}
+    log = os.open(sys.argv[1], flags, 0o600)
+    out, err, pid = map(int, sys.argv[2:5])
+    ends, is_unknown = {out: {1, log}, err: {2, log}}, True
     while ends:
-        for pipe in select.select(list(ends), [], [])[0]:
-            if not (data := os.read(pipe, _CHUNK)):
-                del ends[pipe]
-            for end in set(ends.get(pipe, ())):
+        for source in select.select([*ends, *[0] * is_unknown], [], [])[0]:
+            if source == 0:
+                is_unknown = _note_end(pid)
+                continue
+            if not (data := os.read(source, _CHUNK)):
+                del ends[source]
+            for end in set(ends.get(source, ())):
                 if not _written(end, data):
-                    ends[pipe].discard(end)
+                    ends[source].discard(end)
+    if is_unknown and select.select([0], [], [], _END_S)[0]:
+        _note_end(pid)
+
+
+def _note_end(pid: int) -> bool:
+    """Record that the rank was killed, unless it has told that it is leaving by itself."""
+    if os.read(0, 1):
+        return False
+    if (number := _signal_of(pid)) in _STOPS:
+        return False
+    said = f"killed by {signal.Signals(number).name}" if number else _ENDED
+    failure = {"exception": said, "group": "", "cause": "", "frames": [], "pid": pid}
+    with suppress(OSError, ValueError, KeyError):
+        with suppress(FileNotFoundError), open(sys.argv[5], "rb") as file:
+            if json.load(file)["pid"] == pid:
+                return False
+        how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(f"{sys.argv[5]}.new", how, 0o600), "w", encoding="utf-8") as new:
+            json.dump(failure | {"code": 128 + number if number else 1}, new)
+        os.replace(f"{sys.argv[5]}.new", sys.argv[5])
+    return False
+
+
+def _signal_of(pid: int) -> int:
+    """The signal that ends this process; 0 if it is another end, or not known."""
+    until = time.monotonic() + _END_S
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb", 0) as file:
+        while time.monotonic() < until:
+            status = os.pread(file.fileno(), _CHUNK, 0).rpartition(b")")[2].split()
+            if status[0] == b"Z" or status[_STATUS] != b"0":
+                return int(status[_STATUS]) & 0x7F
+    return 0
 
 
 def _written(end: int, data: bytes) -> bool:
