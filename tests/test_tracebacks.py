@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from samestep.failure import read_failure, stack_of, torchs_wait
+from samestep.failure import read_failure
 from samestep.rundir import failure_path
 from samestep.start.output import _TRACEBACK
 from samestep.tracebacks import Traceback, describe_end, exit_code, read_traceback, recorded_traceback
@@ -363,13 +363,3 @@ def test_an_echo_of_another_ranks_end_is_known(tmp_path, raised, echo):
 def test_ends_are_named_as_a_shell_numbers_them():
     assert (describe_end(-9), exit_code(-9)) == ("killed by SIGKILL", 137)
     assert (describe_end(77), exit_code(77)) == ("exit code 77", 77)
-
-
-def test_an_instruction_without_a_line_has_that_of_its_function():
-    def stack():
-        return sys._getframe().f_lineno, list(stack_of(sys._getframe()))
-
-    stack.__code__ = stack.__code__.replace(co_linetable=b"")
-    line, (innermost, *_) = stack()
-    assert (line, innermost.line) == (None, stack.__code__.co_firstlineno)
-    assert torchs_wait([innermost]) == ""

@@ -1,18 +1,20 @@
 """Records of failures: a worker writes one into the run's directory, and its launcher reads it; no torch."""
 
+import gc
 import json
 import linecache
 import os
 import re
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from errno import EAGAIN
 from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from samestep.files import write_atomically
 from samestep.rundir import failure_path, own_run, pulse_path, read_pulse, read_record
@@ -154,6 +156,37 @@ def stack_of(frame: FrameType | None) -> Iterator[Frame]:
         # an instruction that Python has added may have no line, which another thread can see
         yield Frame(code.co_filename, frame.f_lineno or code.co_firstlineno, code.co_name)
         frame = frame.f_back
+
+
+def frames_of_thread(ident: int) -> list[Frame]:
+    """The frames of another thread that runs Python, the innermost first."""
+    with _no_collection():
+        return list(stack_of(sys._current_frames().get(ident)))
+
+
+def handled_by_thread(ident: int) -> BaseException | None:
+    """The exception that another thread handles."""
+    with _no_collection():
+        active: Any = sys._current_exceptions().get(ident)
+    # before Python 3.12 it is as from sys.exc_info
+    error: BaseException | None = active[1] if isinstance(active, tuple) else active
+    return error
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Context manager: no garbage is collected.
+
+    Python 3.11 may collect while it makes the object of a frame. Destructors then let the frame's thread go on, and
+    Python writes into the memory of a frame that has ended.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def users_frame(stack: Iterable[Frame]) -> Frame | None:

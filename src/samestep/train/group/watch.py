@@ -20,7 +20,14 @@ from typing import Any
 import psutil
 
 from samestep.errors import RankMissing, SamestepError
-from samestep.failure import failure_of, heading, stack_of, torchs_wait, users_frame
+from samestep.failure import (
+    failure_of,
+    frames_of_thread,
+    handled_by_thread,
+    heading,
+    torchs_wait,
+    users_frame,
+)
 from samestep.hang import GONE_S, LEAST_S, STUCK_S, Hang, RankState, find_hang, named_models
 from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
@@ -159,7 +166,7 @@ class MutualWatch:
         group = self._group
         (phase, call), seconds = group.phase, time.monotonic() - group.phase_began
         thread = group.thread if group.thread.is_alive() else threading.main_thread()
-        stack, now = list(stack_of(sys._current_frames().get(thread.ident or 0))), time.monotonic()
+        stack, now = frames_of_thread(thread.ident or 0), time.monotonic()
         frame, switches = users_frame(stack), -1
         with suppress(psutil.Error):  # the thread has just ended
             switches = sum(psutil.Process(thread.native_id).num_ctx_switches())
@@ -193,10 +200,7 @@ def note_raised(pulse: Pulse, closed: threading.Event) -> None:
 
 def _raised() -> str:
     """The exception that the script's main thread handles or ends with, such as in `finally`, and its line."""
-    active: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    # before Python 3.12 it is as from sys.exc_info
-    error = active[1] if isinstance(active, tuple) else active
-    error = error or getattr(sys, "last_value", None)
+    error = handled_by_thread(threading.main_thread().ident or 0) or getattr(sys, "last_value", None)
     if error is None or isinstance(error, GeneratorExit | StopIteration):
         return ""
     failure = recorded_traceback(failure_of(error, 1))
