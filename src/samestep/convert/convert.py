@@ -6,6 +6,7 @@ the project. Not covered, and listed: batches that no DataLoader makes, totals i
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
@@ -14,7 +15,7 @@ from samestep.convert.files import finish
 from samestep.convert.follow import Follower, follow
 from samestep.convert.moves import leave_on_host
 from samestep.convert.project import Findings, Site
-from samestep.convert.source import Source
+from samestep.convert.source import Edit, Source
 from samestep.convert.totals import MADE_OF_SHARE, TOTALS
 from samestep.convert.values import key_of
 from samestep.errors import UsageError
@@ -24,6 +25,9 @@ _OF_COPY = (
     "this copy of a model is not replicated; if it has BatchNorm and is called in train mode, its statistics are those "
     "of each process's share: then write samestep.replicate(...) around the copy"
 )
+_TWO_LOSSES = "one loss is a sum over samples and another a mean; make both means"
+_NO_MODEL = "no optimizer gets the parameters of a torch.nn.Module, so there is no model to replicate"
+_NO_LOADER = "there is no DataLoader to share, so each process would train on all samples"
 _BESIDE = {"transformers", "xformers"}  # also used by scripts with a loop of their own
 
 
@@ -37,14 +41,12 @@ class Conversion:
 
     def patch(self, context: int = 3) -> str:
         """A unified diff for `patch -p0`."""
-        lines = (line for path, pair in self.files.items() for line in _diff(path, *pair, context))
+        lines = list[str]()
+        for path, pair in self.files.items():
+            old, new = (text.decode("utf-8", "surrogateescape").splitlines(keepends=True) for text in pair)
+            lines += unified_diff(old, new, str(path), str(path), n=context)
         missing = "\n\\ No newline at end of file\n"
         return "".join(line if line.endswith("\n") else line + missing for line in lines)
-
-
-def _diff(path: Path, before: bytes, after: bytes, context: int) -> list[str]:
-    old, new = (text.decode("utf-8", "surrogateescape").splitlines(keepends=True) for text in (before, after))
-    return list(unified_diff(old, new, str(path), str(path), n=context))
 
 
 def convert(script: Path, is_written: bool = False, is_module: bool = False) -> Conversion:
@@ -58,16 +60,13 @@ def convert(script: Path, is_written: bool = False, is_module: bool = False) -> 
         return sources[path]
 
     def find(module: str, level: int, by: Path) -> Source | None:
-        bases = [by.parents[level - 1]] if level else roots
-        places = [base.joinpath(*module.split(".")) if module else base for base in bases]
-        files = [
-            file for place in places for file in (place.with_name(f"{place.name}.py"), place / "__init__.py")
-        ]
-        path = next((path for path in files if path.is_file()), None)
-        if path is None or path == script:
-            return None
-        is_ours = re.search(rb"^\s*(?:from|import) samestep\b", path.read_bytes(), re.M)
-        return None if is_ours else read(path)
+        for base in [by.parents[level - 1]] if level else roots:
+            place = base.joinpath(*module.split(".")) if module else base
+            for path in (place.with_name(f"{place.name}.py"), place / "__init__.py"):
+                if path.is_file():
+                    is_ours = re.search(rb"^\s*(?:from|import) samestep\b", path.read_bytes(), re.M)
+                    return None if is_ours or path == script else read(path)
+        return None
 
     # in a package, the folder that holds it may be on Python's path too
     package = (folder for folder in script.parents if not (folder / "__init__.py").is_file())
@@ -90,14 +89,20 @@ def convert(script: Path, is_written: bool = False, is_module: bool = False) -> 
         if any(edit.source is source for edit in findings.edits):
             check_parses(path, after)
             files[path] = (before, after)
-    gap_lines = [f"{path.name}:{line}: {reason}" for _, path, line, reason in gaps]
+    texts = [f"{path.name}:{line}: {reason}" for _, path, line, reason in gaps], findings.notes
+    edits = findings.edits if is_written else ()
+    return Conversion(files, *(_after(edits, part, sources) for part in texts))
+
+
+def _after(edits: Iterable[Edit], texts: Iterable[str], sources: dict[Path, Source]) -> tuple[str, ...]:
+    """The texts with the numbers that lines have after these edits."""
     named = {path.name: source for path, source in sources.items()}
-    line, edits = rf"\b({'|'.join(map(re.escape, named))}):(\d+)", findings.edits if is_written else ()
+    places = re.compile(rf"\b({'|'.join(map(re.escape, named))}):(\d+)")
 
-    def placed(text: str) -> str:
-        return re.sub(line, lambda at: f"{at[1]}:{named[at[1]].line_after(int(at[2]), edits)}", text)
+    def placed(at: re.Match[str]) -> str:
+        return f"{at[1]}:{named[at[1]].line_after(int(at[2]), edits)}"
 
-    return Conversion(files, tuple(map(placed, gap_lines)), tuple(map(placed, findings.notes)))
+    return tuple(places.sub(placed, text) for text in texts)
 
 
 def check_parses(path: Path, after: bytes) -> None:
@@ -118,11 +123,8 @@ def _check_serial(source: Source, script: Path) -> None:
     others |= {name for name in names if re.match(r"torch\.distributed|transformers\.Trainer$", name)}
     if others:
         uses = min(others, key=len)
-        remedy = (
-            "it needs no conversion"
-            if uses == "samestep"
-            else f"run it as it is (samestep run {script.name}), or change it as docs/migration.md shows"
-        )
+        remedy = f"run it as it is (samestep run {script.name}), or change it as docs/migration.md shows"
+        remedy = "it needs no conversion" if uses == "samestep" else remedy
         raise UsageError(f"{source.path.name} uses {uses}, so it is not a serial script; {remedy}")
 
 
@@ -165,14 +167,11 @@ def _replicate(followed: Follower, script: Source) -> None:
     if not followed.backwards:
         followed.called |= followed.called_quietly
     if adds and "mean" in findings.losses:
-        reason = "one loss is a sum over samples and another a mean; make both means"
-        findings.gap(*findings.losses["sum"], reason)
+        findings.gap(*findings.losses["sum"], _TWO_LOSSES)
     if not findings.sites:
-        reason = "no optimizer gets the parameters of a torch.nn.Module, so there is no model to replicate"
-        findings.gap(script, script.tree, reason)
+        findings.gap(script, script.tree, _NO_MODEL)
     if not any(edit.text == "samestep.loader" for edit in findings.edits):
-        reason = "there is no DataLoader to share, so each process would train on all samples"
-        findings.gap(script, script.tree, reason)
+        findings.gap(script, script.tree, _NO_LOADER)
     done = set()
     for site in findings.sites:
         calls = [pair for pair in reversed(site.names) if pair[1] in followed.called]

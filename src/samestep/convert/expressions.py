@@ -82,14 +82,12 @@ class Expressions(Names):
         return Value("none") if node.value is None else Value(text=text)
 
     def _name(self, node: ast.Name) -> Value:
-        scope: Scope | None = self.frame.scope
-        if (value := self.frame.scope.find(node.id)) is not None:
-            while scope is not None and node.id not in scope.names:
-                scope = scope.parent
-            holder, name = self.frame.scope.aliases.get(node.id) or (scope, node.id)
-            return self.held(holder, name, value) if holder else value
+        if (holder := self.frame.scope.holder(node.id)) is not None:
+            place = self.frame.scope.aliases.get(node.id) or (holder, node.id)
+            return self.held(*place, holder.names[node.id])
         if hasattr(builtins, node.id):
             return Value("external", f"builtins.{node.id}")
+        scope: Scope | None = self.frame.scope
         while scope is not None and not scope.stars:
             scope = scope.parent
         return Value("external", f"{scope.stars[0]}.{node.id}") if scope else Value()
@@ -333,11 +331,10 @@ class Expressions(Names):
         if over.kind == "instance" and (method := over.of.of.find("__iter__")) is not None:
             inner = self.run(replace(method.of, bound=over), [over], {}, None)
             return self._each_next(over) if inner.of is over.of else self.each(inner)
-        if over.kind in ("loader", Kind.BATCH):
-            is_loader = over.kind == "loader"
-            call = over.origin[0] if is_loader and over.origin else None
-            if not is_loader:
-                return Loop(Value(Kind.ROWS))
+        if over.kind == Kind.BATCH:
+            return Loop(Value(Kind.ROWS))
+        if over.kind == "loader":
+            call = over.origin[0] if over.origin else None
             return Loop(Value(Kind.BATCH), "batches", over.of, call, sizes=frozenset({over.text}))
         if over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT):
             return Loop(Value(Kind.ROW), "rows")

@@ -44,6 +44,10 @@ _FUNCTIONAL = (
     "torch.fft.",
     "torch.distributions.",
 )
+_CYCLE = "itertools.cycle repeats the batches of the first pass; call iter() of the loader again"
+_CHOSEN_DIMENSIONS = (
+    "is reduced over dimensions that are chosen while the script runs; write them as constants"
+)
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 
 
@@ -60,18 +64,16 @@ class Library(Rewrites, Expressions):
                 attribute = ast.copy_location(ast.Attribute(given.value, name), given.value)
                 if any(isinstance(edit, Edit) for edit in self.value(attribute).edits or ()):
                     # the text has no place for a total
-                    self.gap(
-                        node, f"the format shows {name} of `{ast.unparse(given.value)}`, which is of a share"
-                    )
+                    shown = f"{name} of `{ast.unparse(given.value)}`"
+                    self.gap(node, f"the format shows {shown}, which is of a share")
                 else:
                     self.total(attribute)
 
     def method(self, node: ast.Call, base: Value, name: str) -> Value:
         """The value of a method of a tensor, number, list or dict; a container may have been joined to one value."""
         values = [base, *map(self.value, (*node.args, *(option.value for option in node.keywords)))]
-        if name in NAMED["list"] and (
-            base.kind not in (Kind.ROWS, Kind.SOME) or name in ("append", "extend")
-        ):
+        is_tensor = base.kind in (Kind.ROWS, Kind.SOME) and name not in ("append", "extend")
+        if name in NAMED["list"] and not is_tensor:
             return self._of_list(node, base, name, values)
         if base.kind in ("list", "dict", "each"):
             return self.opaque(node, values)
@@ -97,20 +99,16 @@ class Library(Rewrites, Expressions):
         filled = values[0].of.get(None) if values[0].kind == "list" else None
         if name in NAMED["stacked"] and filled is not None and isinstance(filled.of, Loop):
             return Value(Kind.OTHER, STACKS)
-        if (
-            name in ("view", "reshape")
-            and [*map(ast.unparse, dims)] == ["1", "-1"]
-            and values[0].kind == Kind.ROWS
-        ):
+        shape = [*map(ast.unparse, dims)]
+        if name in ("view", "reshape") and shape == ["1", "-1"] and values[0].kind == Kind.ROWS:
             return Value(Kind.COLUMNS)
         named = [option.value for option in node.keywords if option.arg in DIMENSIONS]
-        is_reduced = name in NAMED["sum"] | NAMED["mean"] and values[0].kind in ROWS and not self.in_forward
-        if is_reduced and any(isinstance(part, ast.Name) for part in (named or dims)):
-            return other(
-                "is reduced over dimensions that are chosen while the script runs; write them as constants"
-            )
+        is_reduction = name in NAMED["sum"] | NAMED["mean"]
+        are_chosen = any(isinstance(part, ast.Name) for part in (named or dims))
+        if is_reduction and are_chosen and values[0].kind in ROWS and not self.in_forward:
+            return other(_CHOSEN_DIMENSIONS)
         # the first dimension of what is stacked is that of the list, in forward too
-        is_stacked = values[0].kind == Kind.COLUMNS and name in NAMED["sum"] | NAMED["mean"]
+        is_stacked = values[0].kind == Kind.COLUMNS and is_reduction
         is_over_rows = over_rows(node, dims_of(name, dims), 0 if is_stacked else self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
 
@@ -232,9 +230,7 @@ class Library(Rewrites, Expressions):
         if name in ("chain", "filter", "map"):
             return join(*values)
         if name == "cycle" and first.kind == "loader":
-            self.gap(
-                node, "itertools.cycle repeats the batches of the first pass; call iter() of the loader again"
-            )
+            self.gap(node, _CYCLE)
         if name == "partial" and first.of in LOADERS:
             self.gap(node, "functools.partial of DataLoader; call DataLoader itself")
         if name not in NAMED["kept"] or not values or (name == "abs" and first.kind in NUMBERS):

@@ -17,18 +17,16 @@ _ANYWHERE = _MOVES | {"size", "shape", "dim", "ndim", "dtype", "keys", "items", 
 
 def leave_on_host(findings: Findings, sources: Iterable[Source]) -> None:
     """Let the loaders leave batches where they are, if some loop moves its batches and some loop uses one unmoved."""
-    loops = [_Moves(node) for source in sources for node in _loops(findings, source)]
-    if not (any(loop.moves for loop in loops) and any(loop.uses for loop in loops)):
-        return
-    for source in sources:
-        for node in ast.walk(source.tree):
+    nodes = [(source, node) for source in sources for node in ast.walk(source.tree)]
+    loops = [
+        _Moves(node)
+        for source, node in nodes
+        if isinstance(node, ast.For) and findings.over.get(source.span(node)) == "batches"
+    ]
+    if any(loop.moves for loop in loops) and any(loop.uses for loop in loops):
+        for source, node in nodes:
             if isinstance(node, ast.Call) and source.replaced(node.func, "samestep.loader") in findings.edits:
                 findings.edit(_option(source, node))
-
-
-def _loops(findings: Findings, source: Source) -> list[ast.For]:
-    loops = (node for node in ast.walk(source.tree) if isinstance(node, ast.For))
-    return [loop for loop in loops if findings.over.get(source.span(loop)) == "batches"]
 
 
 def _option(source: Source, node: ast.Call) -> Edit:
@@ -38,7 +36,7 @@ def _option(source: Source, node: ast.Call) -> Edit:
     return Edit(source, end, end, "on_device=False" if "," in behind else ", on_device=False")
 
 
-class _Moves:
+class _Moves(ast.NodeVisitor):
     """Whether a loop over batches moves them, and whether it uses one that is on the host."""
 
     def __init__(self, loop: ast.For) -> None:
@@ -47,49 +45,45 @@ class _Moves:
         if "enumerate(" in ast.unparse(loop.iter) and isinstance(target, ast.Tuple):
             target = target.elts[-1]
         self._on_host = _names(target)
-        self._statements(loop.body)
+        for statement in loop.body:
+            self.visit(statement)
 
-    def _statements(self, body: Iterable[ast.stmt]) -> None:
-        for statement in body:
-            inner = [
-                part for name in ("body", "orelse", "finalbody") for part in getattr(statement, name, ())
-            ]
-            self._uses_in(statement, {id(part) for part in inner})
-            self._statements(inner)
-
-    def _uses_in(self, statement: ast.stmt, skipped: set[int]) -> None:
-        """Look at a statement without its body."""
-        if isinstance(statement, ast.Assign) and self._is_batch(statement.value):
-            self._on_host |= {name for target in statement.targets for name in _names(target)}
+    def visit_Assign(self, node: ast.Assign) -> None:
+        names = {name for target in node.targets for name in _names(target)}
+        if self._is_batch(node.value):
+            self._on_host |= names
             return
-        self._look(statement, skipped)
-        if not isinstance(statement, ast.Assign):
-            return
-        if any(getattr(part, "attr", "") in _MOVES for part in ast.walk(statement.value)):
-            self._on_host -= {name for target in statement.targets for name in _names(target)}
+        self.generic_visit(node)
+        if any(getattr(part, "attr", "") in _MOVES for part in ast.walk(node.value)):
+            self._on_host -= names
 
-    def _look(self, node: ast.AST, skipped: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if self._is_batch(node.value) and node.attr in _ANYWHERE:
+            self.moves |= node.attr in _MOVES
+        else:
+            self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
         match node:
-            case ast.Attribute(value=value, attr=attr) if self._is_batch(value) and attr in _ANYWHERE:
-                self.moves |= attr in _MOVES
-                return
             case ast.Call(func=ast.Name(id="len"), args=[value]) if self._is_batch(value):
                 return
-            case ast.ListComp(elt=element) | ast.GeneratorExp(elt=element) | ast.DictComp(value=element):
-                generator = node.generators[0]
-                if _names(generator.iter) & self._on_host:
-                    inner = _names(generator.target)
-                    self._on_host |= inner
-                    self._look(element)
-                    self._on_host -= inner
-                    return
-            case ast.Name(ctx=ast.Load()) if self._is_batch(node):
-                self.uses = True
-        for child in ast.iter_child_nodes(node):
-            if id(child) not in skipped:
-                self._look(child)
+        self.generic_visit(node)
 
-    def _is_batch(self, node: ast.AST | None) -> bool:
+    def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.DictComp) -> None:
+        generator, inner = node.generators[0], _names(node.generators[0].target)
+        if not _names(generator.iter) & self._on_host:
+            self.generic_visit(node)
+            return
+        self._on_host |= inner
+        self.visit(node.value if isinstance(node, ast.DictComp) else node.elt)
+        self._on_host -= inner
+
+    visit_GeneratorExp = visit_DictComp = visit_ListComp
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self.uses |= isinstance(node.ctx, ast.Load) and self._is_batch(node)
+
+    def _is_batch(self, node: ast.AST) -> bool:
         """Whether it is a batch, or a part of one such as `batch["image"]`."""
         while isinstance(node, ast.Subscript):
             node = node.value

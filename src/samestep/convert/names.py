@@ -64,10 +64,8 @@ class Names(Totals):
         root_name, text = ast.unparse(root), ast.unparse(target)
         if root is not target and (place := own_scope.aliases.get(root_name)):
             return place[0], place[1] + text.removeprefix(root_name)
-        scope: Scope | None = own_scope.elsewhere.get(root_name, own_scope)
-        while scope is not None and root_name not in scope.names and root is not target:
-            scope = scope.parent
-        return scope or own_scope, text
+        scope = own_scope.elsewhere.get(root_name, own_scope)
+        return (scope if root is target else scope.holder(root_name) or own_scope), text
 
     def _set_before(self, node: ast.expr) -> Value | None:
         """The value to which the script has set an attribute or element; None if it has not."""

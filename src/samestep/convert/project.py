@@ -21,9 +21,15 @@ class Scope:
     aliases: dict[str, tuple["Scope", str] | None] = field(default_factory=dict)
     elsewhere: dict[str, "Scope"] = field(default_factory=dict)  # for global and nonlocal names
 
+    def holder(self, name: str) -> "Scope | None":
+        """The innermost scope around that has this name."""
+        if name in self.names:
+            return self
+        return self.parent.holder(name) if self.parent is not None else None
+
     def find(self, name: str) -> Value | None:
-        value = self.names.get(name)
-        return self.parent.find(name) if value is None and self.parent is not None else value
+        holder = self.holder(name)
+        return holder.names[name] if holder is not None else None
 
     def reached(self) -> "list[Scope]":
         """This scope, and those of the objects that its names lead to."""

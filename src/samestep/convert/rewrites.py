@@ -28,9 +28,8 @@ class Rewrites(Totals):
         self.findings.edit(source.replaced(node.func, "samestep.loader"))
         for name, argument in list(zip(_OF_LOADER, node.args, strict=False))[2:]:
             self.findings.edit(Edit(source, source.start(argument), source.start(argument), f"{name}="))
-        has_own_order = bool({"sampler", "batch_sampler"} & {*by_name}) or getattr(
-            by_name.get("shuffle"), "value", 0
-        ) not in (0, False)
+        shuffles = getattr(by_name.get("shuffle"), "value", False)
+        has_own_order = bool(shuffles) or not by_name.keys().isdisjoint({"sampler", "batch_sampler"})
         origin = None if has_own_order else (node, source, ())
         # batches of two loaders have the same sizes only if both drop the last batch
         drops = getattr(by_name.get("drop_last"), "value", False) is True
@@ -118,12 +117,9 @@ class Rewrites(Totals):
         shape = [part for argument in node.args for part in getattr(argument, "elts", (argument,))]
         sizes = {size.rpartition(".")[2] for size in self.sizes}
         for part in shape:
-            is_alike = not self.known.get(part, Value()).is_shared
-            if is_alike and ast.unparse(part).rpartition(".")[2] in sizes:
-                self.gap(
-                    part,
-                    f"`{ast.unparse(part)}` is the size of the whole batch; write the input's, as x.size(0)",
-                )
+            text, is_alike = ast.unparse(part), not self.known.get(part, Value()).is_shared
+            if is_alike and text.rpartition(".")[2] in sizes:
+                self.gap(part, f"`{text}` is the size of the whole batch; write the input's, as x.size(0)")
 
 
 def arguments(node: ast.Call, names: list[str]) -> dict[str, ast.expr]:

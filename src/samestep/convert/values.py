@@ -37,24 +37,9 @@ PAIRS = f"{BETWEEN}; see docs/losses.md"
 NUMBERS = {Kind.PART, Kind.COUNT, Kind.MEAN}
 _SHARED = set(Kind) - {Kind.ALIKE}
 _A, _P, _C, _M = Kind.ALIKE, Kind.PART, Kind.COUNT, Kind.MEAN
-_PAIRS = dict[tuple[str, str], Kind]
-_ADDED: _PAIRS = {
-    (_P, _P): _P,
-    (_P, _C): _P,
-    (_C, _P): _P,
-    (_C, _C): _P,
-    (_M, _M): _M,
-    (_M, _A): _M,
-    (_A, _M): _M,
-}
-_TIMES: _PAIRS = {
-    (_P, _A): _P,
-    (_C, _A): _P,
-    (_M, _A): _M,
-    (_M, _C): _P,
-    (_P, Kind.PER): _M,
-}  # or the other way round
-_DIVIDED: _PAIRS = {(_P, _A): _P, (_C, _A): _P, (_M, _A): _M, (_A, _C): Kind.PER, (_P, _C): _M, (_C, _C): _M}
+_TIMES: dict[tuple[str, str], Kind]
+_TIMES = {(_P, _A): _P, (_C, _A): _P, (_M, _A): _M, (_M, _C): _P, (_P, Kind.PER): _M}  # in either order
+_BY_COUNT: dict[tuple[str, str], Kind] = {(_A, _C): Kind.PER, (_P, _C): _M, (_C, _C): _M}
 
 
 @dataclass(frozen=True)
@@ -203,13 +188,9 @@ def combined(op: ast.operator, left: Value, right: Value) -> Value:
     if kind := _number(op, left, right):
         loop = (left if left.is_shared else right).of
         return Value(kind, loop if isinstance(loop, Sum | Loop) else None)
-    is_ratio = isinstance(op, ast.Div) and kinds <= {*NUMBERS, Kind.PASSES, Kind.ALIKE}
-    reason = (
-        "divided by a count in a share; see docs/losses.md"
-        if is_ratio
-        else "computed from this process's share of the batch"
-    )
-    return other(f"is {reason}", left, right)
+    if isinstance(op, ast.Div) and kinds <= {*NUMBERS, Kind.PASSES, Kind.ALIKE}:
+        return other("is divided by a count in a share; see docs/losses.md", left, right)
+    return other("is computed from this process's share of the batch", left, right)
 
 
 def makes_pairs(kinds: set[str]) -> bool:
@@ -227,10 +208,11 @@ def _number(op: ast.operator, left: Value, right: Value) -> Kind | None:
     pair = (left.kind, right.kind)
     is_of_batch = left.of is right.of or Kind.ALIKE in pair
     if isinstance(op, ast.Add | ast.Sub):
-        return _ADDED.get(pair)
+        return _P if {*pair} <= {_P, _C} else _M if {*pair} <= {_M, _A} else None
+    if isinstance(op, ast.Div) and right.kind == Kind.ALIKE:
+        return _TIMES.get(pair)
     if isinstance(op, ast.Div):
-        is_by_count = right.kind == Kind.COUNT and isinstance(right.of, Loop) and is_of_batch
-        return _DIVIDED.get(pair) if is_by_count or right.kind == Kind.ALIKE else None
+        return _BY_COUNT.get(pair) if isinstance(right.of, Loop) and is_of_batch else None
     if not isinstance(op, ast.Mult | ast.MatMult) or (Kind.PER in pair and not is_of_batch):
         return None
     return _TIMES.get(pair) or _TIMES.get(pair[::-1])
