@@ -206,3 +206,17 @@ def test_a_function_that_stays_as_it_is_loses_no_half_of_an_edit():
     )
     text += f"{step}    note(loss.detach())\nprint(seen['loss'] / seen['count'])\n"
     assert note in _after(text)
+
+
+def test_the_number_of_graphs_in_a_forward_is_only_a_size():
+    """As it is made of the numbers of the graphs that nodes belong to, by `batch.max() + 1`."""
+    net = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.out = nn.Linear(4, 3)\n    def forward(self, x, batch):\n"
+        "        graphs = int(batch.max()) + 1\n"
+        "        return torch.zeros(graphs, 3).index_add_(0, batch, self.out(x))\n"
+    )
+    begin = BEGIN.replace("nn.Linear(4, 3)\n", "Net()\n").replace("data =", f"{net}data =", 1)
+    loop = f"for x, batch, y in train:\n{STEP}".replace("model(x)", "model(x, batch)")
+    assert not _of(f"{begin}{loop}").gaps
+    assert _of(f"{begin}{loop}".replace("batch.max()", "x.max()")).gaps

@@ -143,6 +143,24 @@ def test_a_state_that_batches_carry_and_that_has_the_whole_batchs_size_is_a_gap(
     assert not _of(f"{begin}for epoch in range(2):\n    hidden = None\n{_loop(made + CARRIES)}").gaps
 
 
+def test_a_state_that_begins_with_none_and_is_detached_where_there_is_one_is_no_gap():
+    begin = BEGIN.replace("model = nn.Linear(4, 3)\n", RECURRENT)
+    detach = "def detach(state):\n    return tuple(part.detach() for part in state)\n"
+    guarded = "    if hidden is not None:\n        hidden = detach(hidden)\n"
+    carries = CARRIES.replace("hidden.detach()", "hidden")
+    text = f"{begin}{detach}for epoch in range(2):\n    hidden = None\n{_loop(guarded + carries)}"
+    assert not _of(text).gaps
+
+
+def test_a_cycle_of_a_loader_becomes_the_loaders_own():
+    for line, called in (("import itertools", "itertools.cycle"), ("from itertools import cycle", "cycle")):
+        text = (
+            f"{line}\n{BEGIN}batches = {called}(train)\nfor _ in range(9):\n    x, y = next(batches)\n{STEP}"
+        )
+        assert not _of(f"{text}    print(loss.item())\n").gaps
+        assert "batches = train.cycle()\n" in _after(text)
+
+
 def test_a_backward_for_each_sample_is_a_gap():
     lines = (
         "    for a, b in zip(x, y):\n        F.cross_entropy(model(a), b).backward()\n    optimizer.step()\n"

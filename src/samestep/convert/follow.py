@@ -10,7 +10,7 @@ from samestep.convert.calls import MOST_STATEMENTS, Calls, without_gradients
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
 from samestep.convert.source import Source, begins_from, updates
 from samestep.convert.totals import ALSO_ALIKE
-from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, join, made_at
+from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value
 
 Find = Callable[[str, int, Path], Source | None]
 _MOST_TIMES = 8
@@ -274,7 +274,7 @@ class Follower(Calls):
         self.uneven += is_uneven
         self.depth += 1
         scopes, backwards_before = self.frame.scope.reached(), self.backwards
-        before = [dict(scope.names) for scope in scopes]
+        before, none = [dict(scope.names) for scope in scopes], self.found_none(node.test)
         self.statements(node.body)
         changed, backwards_between = [(scope, scope.names) for scope in scopes], self.backwards
         for scope, names in zip(scopes, before, strict=True):
@@ -283,19 +283,13 @@ class Follower(Calls):
         for scope, names in changed:
             for name, value in names.items():
                 else_value = scope.names.get(name, value)
-                scope.names[name] = value if else_value is value else self._either_way(else_value, value)
+                scope.names[name] = value if else_value is value else self.either_way(else_value, value)
+        if none is not None:
+            none[0].names[none[1]] = Value("none", since=self.since)
         self.depth -= 1
         self.uneven -= is_uneven
         if backwards_before < backwards_between < self.backwards:
             self._trained()
-
-    def _either_way(self, *values: Value) -> Value:
-        """The value of a name after both branches; unlike numbers are totalled where they are made."""
-        joined = join(*values)
-        made = [made_at(value) for value in values if value.is_shared]
-        is_late = joined.kind == Kind.OTHER and joined.edits is None and None not in made
-        edits = tuple(edit for edits in made for edit in edits or ())
-        return replace(joined, edits=edits) if is_late else self.kept(joined)
 
     def _trained(self) -> None:
         for loop in self.loops:

@@ -44,10 +44,11 @@ _FUNCTIONAL = (
     "torch.fft.",
     "torch.distributions.",
 )
-_CYCLE = "itertools.cycle repeats the batches of the first pass; call iter() of the loader again"
 _CHOSEN_DIMENSIONS = (
     "is reduced over dimensions that are chosen while the script runs; write them as constants"
 )
+# the numbers of the graphs that nodes belong to: their maximum is only a size
+_GRAPHS = re.compile(r"(batch|graph)\w*$")
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 
 
@@ -90,7 +91,9 @@ class Library(Rewrites, Expressions):
         return self._of_tensors(name, node, values, node.args)
 
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
-        if name in NAMED["fact"]:
+        of = node.args[0] if len(dims) < len(node.args) else getattr(node.func, "value", node.func)
+        counts_graphs = name in ("max", "amax") and self.in_forward and not (dims or node.keywords)
+        if name in NAMED["fact"] or (counts_graphs and _GRAPHS.search(ast.unparse(of))):
             return Value()
         if name == "squeeze" and values[0].kind in ROWS and not (dims or node.keywords):
             self.squeezed(node, values[0], (*node.args, getattr(node.func, "value", node.func))[0])
@@ -230,7 +233,11 @@ class Library(Rewrites, Expressions):
         if name in ("chain", "filter", "map"):
             return join(*values)
         if name == "cycle" and first.kind == "loader":
-            self.gap(node, _CYCLE)
+            of, source = node.args[0], self.source
+            self.findings.edit(
+                Edit(source, source.start(node), source.start(of), ""),
+                Edit(source, source.end(of), source.end(node), ".cycle()"),
+            )
         if name == "partial" and first.of in LOADERS:
             self.gap(node, "functools.partial of DataLoader; call DataLoader itself")
         if name not in NAMED["kept"] or not values or (name == "abs" and first.kind in NUMBERS):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from samestep.convert.project import Scope
 from samestep.convert.totals import Totals
-from samestep.convert.values import ROWS, Kind, Sum, Value, join, other
+from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, other
 
 _HOLDS = "holds values of this process's share"
 
@@ -89,6 +89,21 @@ class Names(Totals):
         sums = [value.of for value in values if isinstance(value.of, Sum) and value.of.loop.trains]
         nodes = tuple(node for batch_sum in sums for node in batch_sum.nodes) if are_sums else ()
         return other(_HOLDS, *values, edits=nodes or None)
+
+    def either_way(self, *values: Value) -> Value:
+        """The value of a name after both branches; unlike numbers are totalled where they are made."""
+        joined = join(*values)
+        made = [made_at(value) for value in values if value.is_shared]
+        is_late = joined.kind == Kind.OTHER and joined.edits is None and None not in made
+        edits = tuple(edit for edits in made for edit in edits or ())
+        return replace(joined, edits=edits) if is_late else self.kept(joined)
+
+    def found_none(self, test: ast.expr) -> tuple[Scope, str] | None:
+        """The place that a test such as `state is not None` finds to be None now: what it guards does not run."""
+        match test:
+            case ast.Compare(left=left, ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                return self.place_of(left) if self.known.get(left, Value()).kind == "none" else None
+        return None
 
     def is_lost(self, target: ast.expr, is_changed: bool = False) -> bool:
         """Whether a value put there cannot be followed: the target is inside an object from outside this function."""

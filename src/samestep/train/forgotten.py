@@ -8,7 +8,7 @@ Not covered: streams, batches that the script cuts by hand, and one of several e
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from zlib import crc32
@@ -111,6 +111,26 @@ class Evaluations(Member, Subscriber):
         with suppress(RuntimeError):  # a backend that does not count
             return self._spine.totals, group._get_sequence_number_for_group()
         return self._spine.totals, 0
+
+
+class Begun(Member):
+    """The shuffled loaders with a seed that have begun their first epoch, by dataset."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._at = weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], int]]()
+
+    def note(self, loader: Any, dataset: Any, seed: int) -> None:
+        """Print a remark where a script makes a new loader for each epoch: each has the order of epoch 0."""
+        with suppress(TypeError):  # a list has no weak references
+            first, known = self._at.get(dataset, (lambda: loader, None))
+            self._at[dataset] = weakref.ref(loader), seed
+            if first() is not loader and seed == known:
+                self.group.say(
+                    f"a second loader over the same data begins at epoch 1 with seed={seed}, in the order that the "
+                    "first one had; in a loop over epochs make the loader once, before the loop",
+                    what="a second loader",
+                )
 
 
 def say_if_unshared(group: Group, call: str) -> None:

@@ -364,3 +364,26 @@ def test_an_exception_in_the_dataset_comes_out(world):
 
     with pytest.raises(ZeroDivisionError):
         list(samestep.loader(Broken(4), 4, num_workers=0))
+
+
+def test_cycle_repeats_the_batches_of_one_pass_with_their_shares(world):
+    """A batch of 5 samples and one of 2, of which a third rank has none: their gradients are the serial script's."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.arange(7.0)[:, None], torch.arange(7.0)[:, None] ** 2)
+    model = samestep.replicate(torch.nn.Linear(1, 1))
+    plain = torch.nn.Linear(1, 1)
+    plain.load_state_dict(model.state_dict())
+    batches = samestep.loader(data, 5, shuffle=True, seed=1).cycle()
+    seen = []
+    for step in range(6):
+        x, y = next(batches)
+        loss = (model(x * 2) - y).square().mean()  # an input that was computed belongs to the batch at hand
+        model.zero_grad()
+        loss.backward()
+        whole = samestep.gather(x), samestep.gather(y)
+        plain.zero_grad()
+        (plain(whole[0] * 2) - whole[1]).square().mean().backward()
+        assert torch.allclose(model.weight.grad, plain.weight.grad)
+        seen.append(whole[0].flatten().tolist())
+        assert len(seen[-1]) == (5, 2)[step % 2]
+    assert seen[2:] == seen[:2] * 2

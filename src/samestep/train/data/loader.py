@@ -8,9 +8,8 @@ import hashlib
 import itertools
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
@@ -36,9 +35,9 @@ from samestep.train.data.source import (
 )
 from samestep.train.data.stream import Reading, Stream
 from samestep.train.draws.draws import Draws
-from samestep.train.forgotten import Evaluations
+from samestep.train.forgotten import Begun, Evaluations
 from samestep.train.group.device import SideStreams, moved, overlaps
-from samestep.train.group.group import Group, Member
+from samestep.train.group.group import Group
 from samestep.train.group.world import joined
 from samestep.train.meter import Meter
 from samestep.train.optimizers import Optimizers
@@ -191,6 +190,32 @@ class Loader(Generic[Item]):
         self._passes += 1
         return self._pass(self._spine.is_training(self._shuffle))
 
+    def cycle(self) -> Iterator[Item]:
+        """The batches of one pass, again and again, as `itertools.cycle` repeats those of torch's DataLoader."""
+        return self._cycle(iter(self))
+
+    def _cycle(self, batches: Iterator[Item]) -> Iterator[Item]:
+        spine, kept = self._spine, list[tuple[Any, Any, Any, float]]()
+        for batch in batches:
+            given: Any = spine.origins.at_hand
+            order = given.of.order  # a pass does not keep it alive
+            kept.append((batch, given, given.of.ragged, self._share))
+            yield batch
+        while kept:
+            this = Pass(self, self.epoch, training=spine.is_training(self._shuffle))
+            this.take_order(order, given.of.seed)
+            spine.begin_pass(this)
+            try:
+                for batch, given, ragged, self._share in kept:
+                    this.note(given.all)
+                    spine.hand_out(own := replace(given, of=this, step=spine.steps), batch, ragged)
+                    spine.begin_step(own)
+                    yield batch
+                    spine.tell(Subscriber.step_ends, own)
+                spine.end_pass(this)
+            finally:
+                spine.leave_pass(this)
+
     def epochs(self, count: int) -> Iterator[int]:
         """The remaining epochs of `count` in all, beginning with the epoch in which this loader is."""
         first = self.epoch + self._begun
@@ -263,7 +288,8 @@ class Loader(Generic[Item]):
         }
 
     def _pass(self, training: bool) -> Iterator[Item]:
-        self._remark_same_order(training)
+        if training and self._shuffle and self._seed is not None and not (self.epoch or self._position):
+            self._group.the(Begun).note(self, self.dataset, self._seed)
         this = Pass(self, self.epoch, training=training)
         self.is_share_read = False
         steps = self._steps(this) if self._order.length is not None else None
@@ -296,8 +322,7 @@ class Loader(Generic[Item]):
 
     def _walk(self, this: Pass, drawn: Drawn | None, steps: Sequence[Any] | None) -> Iterator[Any]:
         """Yield the batches step by step, and tell the spine."""
-        spine = self._spine
-        order = self._draw_order(this) if drawn is None else drawn
+        spine, order = self._spine, self._draw_order(this) if drawn is None else drawn
         pieces = self._pieces_of(order) if isinstance(order, TakenBatches | Reading) else steps or ()
         ahead, steps_to_take = itertools.tee(pieces)
         batches = self._read(order, ahead, this)
@@ -325,10 +350,8 @@ class Loader(Generic[Item]):
         if self._draws.active and collates and 0 < piece.mine < piece.all:
             # a collate_fn may pad a sample to the longest sample of the whole batch
             yield samples, mine
-        elif piece.mine:
-            yield samples[mine], None
-        elif this.training:
-            yield samples, None
+        elif piece.mine or this.training:
+            yield samples[mine] if piece.mine else samples, None
 
     def _handed_out(self, piece: Any, batches: Iterator[Batch], this: Pass) -> Iterator[tuple[Any, Share]]:
         """A batch and this rank's share; in training a rank without a share gets the whole batch with weight 0."""
@@ -344,21 +367,6 @@ class Loader(Generic[Item]):
         if self._draws.active and not this.training and piece.all < self._world.size:
             # ranks without a share of the batch drew nothing for it
             self._draws.adopt_first()
-
-    def _remark_same_order(self, training: bool) -> None:
-        """Print a remark where a script makes a new loader for each epoch: each has the order of epoch 0."""
-        if not training or not self._shuffle or self._seed is None or self.epoch or self._position:
-            return
-        begun = self._group.the(_Begun)
-        with suppress(TypeError):  # a list has no weak references
-            first, seed = begun.at.get(self.dataset, (lambda: self, None))
-            begun.at[self.dataset] = weakref.ref(self), self._seed
-            if first() is not self and seed == self._seed:
-                self._group.say(
-                    f"a second loader over the same data begins at epoch 1 with seed={seed}, in the order that the "
-                    "first one had; in a loop over epochs make the loader once, before the loop",
-                    what="a second loader",
-                )
 
     def _consume(self, order: Drawn, given: Share) -> None:
         self._position = given.batch_start + given.all
@@ -390,11 +398,3 @@ class Loader(Generic[Item]):
             finally:
                 self._spine.is_reading = before
             yield item
-
-
-class _Begun(Member):
-    """The shuffled loaders with a seed that have begun their first epoch, by dataset."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self.at = weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], int | None]]()
