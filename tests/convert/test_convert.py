@@ -334,8 +334,6 @@ def test_a_total_of_what_all_processes_have_is_listed():
          "is of the last batch"),
         ("from functools import partial\nmake = partial(DataLoader, batch_size=8)", "functools.partial"),
         ("import os\nos.environ.setdefault('CUDA_VISIBLE_DEVICES', '0')", "CUDA_VISIBLE_DEVICES"),
-        ("def make(path):\n    with open(path, 'w') as file:\n        file.write('1')\nmake('data.csv')\n"
-         "rows = open('data.csv').read()", "reads; write it inside"),
         ("for (x, y), (a, b) in zip(train, test):\n    F.cross_entropy(model(x) + model(a).mean(0), y).backward()",
          "takes batches of two loaders"),
         ("import os\nif not os.path.exists('a.pt'):\n    torch.save(model.state_dict(), 'a.pt')", "no test for a file"),

@@ -277,3 +277,9 @@ def test_a_dict_that_also_holds_the_model_is_no_model():
     lines = "    state.update(loss=loss.item())\n"
     text = f'{BEGIN}state = {{"epoch": 0, "model": model}}\nfor x, y in train:\n{STEP}{lines}print(state["loss"])\n'
     assert "state.update(loss=samestep.mean(loss.item()))" in _after(text)
+
+
+def test_a_mean_over_samples_chosen_by_a_mask_beside_another_index_is_that_of_the_whole_batch():
+    lines = "    chosen = y == 1\n    print(model(x)[chosen, 0].mean(), model(x)[range(len(y)), y].mean())\n"
+    made = _after(f"{BEGIN}for x, y in train:\n{STEP}{lines}")
+    assert "samestep.gather(chosen), 0].mean(), samestep.mean(model(x)[range(len(y)), y].mean())" in made

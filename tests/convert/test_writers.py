@@ -59,3 +59,27 @@ def test_random_transforms_are_noted_once():
     (note,) = _of(text).notes
     assert "seeded by sample" in note
     assert not _of(text.replace("Random", "Center")).notes
+
+
+def test_a_file_that_is_written_and_read_back_is_waited_for():
+    text = f"import json\n{BEGIN}{TRAIN}with open('log.txt', 'w') as file:\n    file.write('1')  # the last\n"
+    text += "json.dump(1, open('m.json', 'w'))\nprint(open('log.txt').read(), json.load(open('m.json')))\n"
+    made, waits = _after(text), "samestep.sum(0)  # the other processes wait"
+    assert f"file.write('1')  # the last\n{waits}" in made
+    assert made.count(waits) == 2
+    assert "json.dump(1, open('m.json' if samestep.init().rank == 0 else \"/dev/null\", 'w'))\n" in made
+
+
+@pytest.mark.parametrize(
+    ("made", "path"),
+    [
+        ("place = tempfile.mkdtemp()", "os.path.join(place, 'log.txt')"),
+        ("place = Path(tempfile.mkdtemp())", "place / 'log.txt'"),
+        ("place = tempfile.TemporaryDirectory().name", "f'{place}/log.txt'"),
+    ],
+)
+def test_a_temporary_directory_is_each_processs_own(made, path):
+    begin = f"import os, tempfile\nfrom pathlib import Path\n{BEGIN}{made}\npath = {path}\n{TRAIN}"
+    text = f"{begin}with open(path, 'w') as file:\n    file.write('1')\nprint(open(path).read())\n"
+    assert not _of(text).gaps
+    assert "with open(path, 'w') as file:" in _after(text)

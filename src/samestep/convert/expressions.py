@@ -26,6 +26,7 @@ from samestep.convert.values import (
 )
 
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
+_OF_PATHS = (ast.Call, ast.BinOp, ast.JoinedStr, ast.FormattedValue, ast.Attribute)
 _TEXTS = ("__format__", "__str__", "__repr__")
 
 
@@ -38,6 +39,9 @@ class Expressions(Names):
         value: Value = getattr(self, f"_{type(node).__name__.lower()}", self._any)(node)
         if value.kind == "loader" and isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
             value = replace(value, of=ast.unparse(node))
+        parts = ast.iter_child_nodes(node) if value.kind == Kind.ALIKE and isinstance(node, _OF_PATHS) else ()
+        if any(self.known.get(part, value).kind == "own" for part in parts):
+            value = replace(value, kind="own")
         self.known[node] = value
         if value.is_shared and not self.may_total():
             self.findings.alone[self.source, self.source.start(node)] = None
@@ -186,8 +190,8 @@ class Expressions(Names):
         if is_all or self.in_forward:
             return Value(base.kind)
         if index.is_shared:
-            # an index along the rows chooses some of them; with further indices it chooses within each row
-            return Value(Kind.SOME if first is node.slice else Kind.ROWS)
+            # an index along the rows chooses some of them; another one chooses within each row
+            return Value(Kind.SOME if first is node.slice or along.kind in ROWS else Kind.ROWS)
         return Value(Kind.OTHER, "is of some samples of a share")
 
     def _binop(self, node: ast.BinOp) -> Value:

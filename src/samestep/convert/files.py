@@ -164,8 +164,11 @@ def _made(followed: Follower, source: Source, node: ast.Call) -> None:
 
 
 def _written(followed: Follower, source: Source, node: ast.Call, path: ast.expr) -> None:
-    """Let only rank 0 write a file."""
-    if (line := _read_at(followed, _paths(followed, source, path))) is not None:
+    """Let only rank 0 write a file; where the script reads it, the other ranks wait for that."""
+    if followed.known.get(path, Value()).kind == "own":
+        return
+    line = _read_at(followed, _paths(followed, source, path))
+    if line is not None and not (waits := _waits_after(followed, source, node)):
         reason = f"every process would write this file, which {line} reads; {_FIRST}"
         followed.findings.gap(source, node, reason)
     elif _opens(ast.unparse(node.func)):
@@ -175,7 +178,21 @@ def _written(followed: Follower, source: Source, node: ast.Call, path: ast.expr)
         if path is getattr(node.func, "value", None):  # path.open("w")
             before = replace(before, start=source.start(node), text="open(")
             after = replace(after, end=source.start(node.args[0]), text=f"{no_file}, ")
-        followed.findings.edit(before, after)
+        followed.findings.edit(before, after, *(waits if line is not None else ()))
+
+
+def _waits_after(followed: Follower, source: Source, node: ast.Call) -> tuple[Edit, ...]:
+    """A line after the statement that writes a file, at which the other ranks wait; () where there can be none."""
+    statement = source.statement_of(node)
+    made = source.parents[node]
+    is_closed = isinstance(made, ast.withitem) or (isinstance(statement, ast.Expr) and made is not statement)
+    indent, is_even = source.indent(statement), followed.opened.get(node)
+    if not (is_closed and is_even) or indent is None or not source.ends_line(statement):
+        return ()
+    end = source.end(statement)
+    end += len(re.match(rb"[^\r\n]*", source.data[end:])[0])  # type: ignore[index]
+    line = f"{source.line_end}{indent}samestep.sum(0)  # the other processes wait until rank 0 has written the file"
+    return (Edit(source, end, end, line),)
 
 
 def _without_writer(followed: Follower, source: Source, node: ast.Call) -> None:

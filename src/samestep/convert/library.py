@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from samestep.convert.expressions import Expressions
-from samestep.convert.rewrites import LOADERS, Rewrites, arguments
+from samestep.convert.rewrites import LOADERS, Rewrites, arguments, asks_for_file
 from samestep.convert.signatures import (
     DIMENSIONS,
     NAMED,
@@ -165,11 +165,19 @@ class Library(Rewrites, Expressions):
         firsts = [size.elts[0] if isinstance(size, ast.Tuple) and size.elts else size for size in sizes]
         return any(self.known[first].kind == Kind.COUNT for first in firsts)
 
+    def _file(self, node: ast.Call) -> Value:
+        around = [(frame.caller.source, frame.call) for frame in self.frames if frame.call and frame.caller]
+        is_cached = any(asks_for_file(*place) for place in ((self.source, node), *around))
+        self.opened[node] = self.opened.get(node, True) and self.may_total() and not is_cached
+        return Value("file")
+
     def _file_or_dict(self, name: str, node: ast.Call, values: Values, first: Value) -> Value | None:
         """The value of a call that opens a file or makes a dict; None for other calls."""
         last, keys = name.rpartition(".")[2], [keyword.arg for keyword in node.keywords]
+        if name.startswith("tempfile."):
+            return Value("own")
         if name in ("builtins.open", "io.BytesIO"):
-            return Value("file")
+            return self._file(node)
         is_dict = last in ("dict", "OrderedDict") and bool(keys) and not node.args
         return Value("dict", dict(zip(keys, values, strict=True)), models_of(*values)) if is_dict else None
 
@@ -345,7 +353,7 @@ class Library(Rewrites, Expressions):
             self.bind(node.func.value, Value("model", self.key(node)))  # type: ignore[attr-defined]
             return self.parameters(node)
         if name_of(node) == "open":
-            return Value("file")
+            return self._file(node)
         if name_of(node) in NAMED["spread"] and Kind.COUNT in {value.kind for value in values}:
             return Value(Kind.ROWS)
         values = [*values, *self._uses(values, node)]

@@ -175,6 +175,7 @@ class Following:
         self.passes: list[Loop] = []  # loops over loaders without a sampler or shuffle
         self.known: dict[ast.AST, Value] = {}  # the latest value of each expression
         self.reached: set[ast.AST] = set()  # functions and loaders that were followed
+        self.opened: dict[ast.AST, bool] = {}  # calls of open: whether all ranks make them equally often
         self.called: set[Any] = set()  # models that were called
         self.called_quietly: set[Any] = set()  # without gradients
         self.called_inside: set[Any] = set()  # in the forward of another model

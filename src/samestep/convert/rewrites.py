@@ -3,7 +3,7 @@
 import ast
 import re
 
-from samestep.convert.source import Edit
+from samestep.convert.source import Edit, Source
 from samestep.convert.totals import Totals
 from samestep.convert.values import Kind, Value
 
@@ -42,7 +42,7 @@ class Rewrites(Totals):
             self.total(by_name["obj"])
             return Value()
         is_plain = by_name.keys() == {"obj", "f"} and len(node.args) + len(node.keywords) == 2
-        is_for_all = self.may_total() and not self._asks_for_file(node)
+        is_for_all = self.may_total() and not asks_for_file(self.source, node)
         if not (is_plain and is_for_all) or self.value(by_name["f"]).is_shared:
             reason = "write samestep.save(path, state) for all processes, with no other argument and no test for a file"
             self.gap(node, f"this torch.save is not converted; {reason}")
@@ -53,13 +53,6 @@ class Rewrites(Totals):
         self.findings.edit(Edit(source, source.start(node), start, f"samestep.save({path}, "))
         self.findings.edit(Edit(source, end, source.end(node) - 1, ""))
         return Value()
-
-    def _asks_for_file(self, node: ast.AST) -> bool:
-        """Whether a test for a file is around: some ranks may test after another rank wrote the file."""
-        while not isinstance(node := self.source.parents[node], ast.FunctionDef | ast.Module):
-            if isinstance(node, ast.If) and re.search(r"exists\(|is_?file\(", ast.unparse(node.test)):
-                return True
-        return False
 
     def unwrapped(self, node: ast.Call, model: Value) -> Value:
         source, inner = self.source, node.args[0]
@@ -137,3 +130,9 @@ def _unshared(node: ast.Call, given: dict[str, ast.expr]) -> str | None:
     if (size is None and not is_open) or (isinstance(size, ast.Constant) and size.value in (1, None)):
         return "has batches of one sample, which processes cannot share"
     return None
+
+
+def asks_for_file(source: Source, node: ast.AST) -> bool:
+    """Whether a test for a file is around: some ranks may test after another rank wrote the file."""
+    tests = (part.test for part in source.around(node) if isinstance(part, ast.If))
+    return any(re.search(r"exists\(|is_?file\(", ast.unparse(test)) for test in tests)

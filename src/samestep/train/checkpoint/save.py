@@ -43,14 +43,17 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
             except Exception as error:  # of any kind: the other ranks wait for the result
                 reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
                 failure = f"{path} cannot be written ({reason}); what was there is intact"
-    failure, written = joined().broadcast("samestep.save", (failure, own))
+    answers = joined().all_gather("samestep.save", (failure, own))
+    failure, written = answers[0]
     if failure:
         raise CheckpointError(failure)
     if joined().world.rank == 0:
         _remark_others(path)
-    elif own != written and os.path.isdir(os.path.dirname(own)):
-        with suppress(OSError):  # rank 0's file is on another machine, or this rank may not write
-            write_atomically(Path(own), Path(written).read_bytes())
+    if {path for _, path in answers} != {written}:
+        if own != written and os.path.isdir(os.path.dirname(own)):
+            with suppress(OSError):  # rank 0's file is on another machine, or this rank may not write
+                write_atomically(Path(own), Path(written).read_bytes())
+        joined().all_gather("samestep.save", None)  # rank 0 may remove its directory
 
 
 def _remark_others(path: str | os.PathLike[str]) -> None:
