@@ -48,12 +48,7 @@ class Part:
         """A tensor of the whole draw's size; with `fill` it has these values in this rank's part, `fill` elsewhere."""
         sizes = list(tensor.shape)
         sizes[self.dim] = sizes[self.dim] // self.rows.mine * self.rows.all
-        # the strides of a share of one sample do not tell how the whole batch lies in memory
-        layout, known_layout = layout_of(tensor), self.layout
-        wide = [[dim for dim in order if tensor.shape[dim] > 1] for order in (layout, known_layout)]
-        if known_layout and wide[0] == wide[1]:
-            layout = known_layout
-        whole = torch.empty_permuted(sizes, layout, dtype=tensor.dtype, device=tensor.device)
+        whole = torch.empty_permuted(sizes, self._layout(tensor), dtype=tensor.dtype, device=tensor.device)
         if fill is None:
             return whole
         whole.fill_(fill)
@@ -62,14 +57,26 @@ class Part:
         self._mine_in(whole).copy_(self._split(tensor, self.rows.mine))
         return whole
 
-    def beside(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """How many values of the whole draw come before and after this rank's; None if this rank's are not adjacent."""
-        is_one_piece = self.dim == 0 and tensor.shape[0] == self.rows.mine * self.after
-        is_plain = tensor.is_contiguous() and list(self.layout) == sorted(self.layout)
-        if self.chosen is not None or not (is_one_piece and is_plain):
+    def _layout(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The whole draw's dimensions as they lie in memory; strides of a share of one sample do not tell it."""
+        layout, known = layout_of(tensor), self.layout
+        wide = [[dim for dim in order if tensor.shape[dim] > 1] for order in (layout, known)]
+        return known if known and wide[0] == wide[1] else layout
+
+    def pieces(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
+        """The tensor as rows that are adjacent in the whole draw, and how many values come before and after each."""
+        if self.chosen is not None:
             return None
-        row = tensor.numel() // self.rows.mine
-        return self.rows.start * row, (self.rows.all - self.rows.start - self.rows.mine) * row
+        order = [at + 2 * (at > self.dim) for at in self._layout(tensor)]
+        at = order.index(self.dim) + 1
+        in_memory = self._split(tensor, self.rows.mine).permute(
+            *order[:at], self.dim + 1, self.dim + 2, *order[at:]
+        )
+        if not in_memory.is_contiguous():
+            return None
+        row = in_memory[(0,) * (at + 1)].numel()
+        mine, start, all = self.rows.mine, self.rows.start, self.rows.all
+        return in_memory.view(-1, mine * row), start * row, (all - start - mine) * row
 
 
 # for a draw without a batch dimension: all ranks make the same draw and use all of it

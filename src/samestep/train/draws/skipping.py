@@ -12,12 +12,13 @@ from samestep.train.batch.parts import Part
 _Draw = Callable[[torch.Tensor, torch.Generator | None], object]
 # these take the same count of the generator's words for every value that they draw
 _STEADY = ("bernoulli_.float", "uniform_", "exponential_")
+_WORTH_IT = 1500  # values that take longer to draw than a piece takes to begin
 _WORDS = 624  # that Mersenne Twister makes at once
 _STATE = 5056  # bytes of torch's generator: seed, how many words are left, whether it has any, how many are used, words
 
 
 class Skipping:
-    """Draws this rank's values where they are adjacent, and lets the generator skip those of the other ranks.
+    """Draws this rank's values, piece by piece as they are adjacent, and skips those of the other ranks.
 
     Skipping is cheaper than drawing. It depends on the build of torch and on the processor, so it is done only where a
     trial has given the values of the whole draw.
@@ -29,16 +30,22 @@ class Skipping:
 
     def drew(self, name: str, tensor: torch.Tensor, part: Part, draw: _Draw) -> bool:
         """Try to fill the tensor with this rank's part; False, with nothing drawn, where that is not possible."""
-        beside = part.beside(tensor) if name in _STEADY and tensor.is_cpu else None
-        if beside is None:
+        pieces = part.pieces(tensor) if name in _STEADY and tensor.is_cpu else None
+        if pieces is None:
+            return False
+        mine, before, after = pieces
+        if len(mine) > 1 and before + after < _WORTH_IT:
             return False
         key = name, tensor.dtype
         if key not in self._each:
             self._each[key] = self._words_of_each(draw, tensor.dtype)
         if each := self._each[key]:
-            self._twister.skip(torch.default_generator, each * beside[0])
-            draw(tensor, None)
-            self._twister.skip(torch.default_generator, each * beside[1])
+            skipped = before
+            for piece in mine:
+                self._twister.skip(torch.default_generator, each * skipped)
+                draw(piece, None)
+                skipped = after + before
+            self._twister.skip(torch.default_generator, each * after)
         return bool(each)
 
     def _words_of_each(self, draw: _Draw, dtype: torch.dtype) -> int:
