@@ -2,7 +2,8 @@
 
 Both replicas live in the same processes and take turns, a block of steps each; in the default's turns torch's random
 operations are its own. The default is measured twice: the difference between the two is noise. `plain` has neither
-draws nor BatchNorm, `transformer` has dropout 0.1 everywhere, `batchnorm` is a CNN.
+draws nor BatchNorm, `transformer` has dropout 0.1 everywhere, in `time first` the batch is its second dimension, and
+`batchnorm` is a CNN.
 """
 
 import argparse
@@ -20,8 +21,28 @@ from torch.utils.data import TensorDataset
 BATCH, STEPS = 32, 6
 
 
+class Encoder(nn.Module):
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.1, batch_first=batch_first)
+        self.layers, self.batch_first = (
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            batch_first,
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.batch_first:
+            return self.layers(inputs)
+        return self.layers(inputs.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+def encoder(*, batch_first: bool) -> nn.Module:
+    return nn.Sequential(
+        Encoder(batch_first=batch_first), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64 * 128, 10)
+    )
+
+
 def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
-    layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.1, batch_first=True)
     return {
         "plain": (
             nn.Sequential(
@@ -30,10 +51,8 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
             ),
             (3, 32, 32),
         ),
-        "transformer": (
-            nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64 * 128, 10)),
-            (64, 128),
-        ),
+        "transformer": (encoder(batch_first=True), (64, 128)),
+        "time first": (encoder(batch_first=False), (64, 128)),
         "batchnorm": (
             nn.Sequential(
                 nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1),
