@@ -51,13 +51,12 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
     from samestep.compare.compare import compare
 
     names = list(islice(_names(), len(files)))
+    comparisons = []
     with working("comparing"):
         weights = _read(files, as_json)
-        state = weights[0].state
-        others = list(zip(names, weights, strict=True))[1:]
-        comparisons = [
-            compare(state, other.state, tolerance=tolerance, names=(names[0], name)) for name, other in others
-        ]
+        for name, other in list(zip(names, weights, strict=True))[1:]:
+            pair = (names[0], name)
+            comparisons.append(compare(weights[0].state, other.state, tolerance=tolerance, names=pair))
     all_notes = (*(file.notes for file in weights), *(comparison.notes for comparison in comparisons))
     notes = list(dict.fromkeys(chain(*all_notes)))
     is_equal = all(comparison.equal for comparison in comparisons)

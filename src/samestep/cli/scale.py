@@ -107,10 +107,8 @@ def check(options: Mapping[str, Any]) -> "tuple[list[int], list[int], Link | Non
         raise UsageError("--link is for --predict; add the sizes to predict, such as --predict 8,16")
     if options["vary"] and options["predict"]:
         raise UsageError("--predict is about sizes and --vary about settings; leave one of them out")
-    given, predicted = (
-        sizes_of(option, options[name]) if options[name] is not None else []
-        for option, name in (("-n", "sizes"), ("--predict", "predict"))
-    )
+    given = sizes_of("-n", options["sizes"]) if options["sizes"] is not None else []
+    predicted = sizes_of("--predict", options["predict"]) if options["predict"] is not None else []
     link = link_of(options["link"], is_gloo=not visible_devices(os.environ)) if options["link"] else None
     return sorted(given), sorted(predicted), link
 

@@ -25,18 +25,14 @@ def command(run: str | None, as_json: bool) -> None:
     target = find_run(run)
     now = time.time()
     facts = target.facts()
-    # by the wall clock: the ranks may run on other machines
-    states = [
-        state_of(rank, pulse, now - pulse.unix + pulse.monotonic - pulse.phase_began)
-        for rank, pulse in target.pulses.items()
-    ]
+    states, ranks = [], []
+    for rank, pulse in target.pulses.items():
+        age_s = now - pulse.unix  # by the wall clock: the ranks may run on other machines
+        states.append(state_of(rank, pulse, age_s + pulse.monotonic - pulse.phase_began))
+        place = {"step": pulse.step, "epoch": pulse.epoch + 1}
+        ranks.append({"rank": rank, "device": pulse.device, **place, "age_s": age_s})
     hang = None if target.is_over else find_hang(states, target.size, LEAST_S)
     if as_json:
-        ranks = [
-            {"rank": rank, "device": pulse.device, "step": pulse.step, "epoch": pulse.epoch + 1}
-            | {"age_s": now - pulse.unix}
-            for rank, pulse in target.pulses.items()
-        ]
         print_json({**facts, "by_rank": ranks, "hang": hang and hang.sentence()})
         return
     speed = f", {figures(facts['steps_per_second'])} steps/s" if facts["steps_per_second"] else ""

@@ -14,8 +14,9 @@ from samestep.cli.scale import check
 from samestep.cli.scale import command as scale_command
 from samestep.errors import UsageError
 from samestep.rundir import scratch_advice
+from samestep.start import slurm
 from samestep.start.profiles import MEANS, Profile, load_profile
-from samestep.start.slurm import LAUNCHERS, Job, batch_script, check_nodes, output_of, submit, write_script
+from samestep.start.slurm import LAUNCHERS, Job
 
 _NUMBERS = ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task", "wait")
 _TEXTS = (
@@ -84,15 +85,15 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
     words = ["samestep", *sys.argv[1:]]
     if dry_run:
         words.remove("--dry-run")  # the first is ours: options come before the script
-        click.echo(batch_script(job, words).encode(errors="surrogateescape"), nl=False)
+        click.echo(slurm.batch_script(job, words).encode(errors="surrogateescape"), nl=False)
         return
     if advice := scratch_advice(job.folder.absolute() / job.title, os.environ):
         click.echo(f"samestep submit: {advice}", err=True)
-    check_nodes(chosen)
-    path = write_script(job, words)
+    slurm.check_nodes(chosen)
+    path = slurm.write_script(job, words)
     click.echo(f"wrote {path}")
-    number = submit(path)
-    where = output_of(job, number)
+    number = slurm.submit(path)
+    where = slurm.output_of(job, number)
     follow = f"follow it with `tail -F {shlex.quote(where)}`" if where else f"its output goes to {job.output}"
     click.echo(f"job {number}; {follow}")
 
@@ -103,8 +104,8 @@ def _over(profile: Profile, given: dict[str, Any]) -> Profile:
     for name, equals, _ in pairs:
         if not equals:
             raise UsageError(f"env {name!r} sets nothing; write it as {name}=VALUE")
-    changed: dict[str, Any] = {
-        key: (*getattr(profile, key), *given.pop(key)) for key in ("modules", "setup", "options")
-    }
+    changed = {key: value for key, value in given.items() if value is not None}
+    for key in ("modules", "setup", "options"):
+        changed[key] = (*getattr(profile, key), *given[key])
     changed["env"] = {**(profile.env or {}), **{name: value for name, _, value in pairs}}
-    return replace(profile, **changed, **{key: value for key, value in given.items() if value is not None})
+    return replace(profile, **changed)

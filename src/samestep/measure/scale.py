@@ -131,9 +131,8 @@ class Plan:
     @cached_property
     def directory(self) -> Path:
         """The directory of the results; the same plan has the same directory."""
-        facts = json.dumps(
-            [os.getcwd(), list(self.script), [*map(asdict, self.variants)], self.steps, self.weak]
-        )
+        variants = [*map(asdict, self.variants)]
+        facts = json.dumps([os.getcwd(), list(self.script), variants, self.steps, self.weak])
         root = Path(os.environ.get("SAMESTEP_RUN_DIR") or "runs")
         name = next((Path(word).stem for word in self.script if word != "-m"), "script")
         return root / f"scale-{name}-{hashlib.sha256(facts.encode()).hexdigest()[:6]}"

@@ -8,13 +8,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from threading import Thread
 
 from samestep.errors import UsageError, WorkerFailed
@@ -96,7 +96,7 @@ class Trial:
         return Result(code, time.monotonic() - began, text, runs[0])
 
     @contextmanager
-    def _started(self) -> Iterator[subprocess.Popen[str]]:
+    def _started(self) -> Iterator[Popen[str]]:
         """While entered, the launcher runs in its own process group; it is ended at the exit."""
         # -P: do not import modules from the user's directory.
         command, env = [sys.executable, "-P", "-m", "samestep.measure.trial"], dict(os.environ)
@@ -105,12 +105,13 @@ class Trial:
             begin_run(run, start_record(command, self.size, time.time()))
             env |= {**self._env, "SAMESTEP_RUN": str(run)}
         with bound(_cores_apart(self.cores)):
-            process = subprocess.Popen(
+            stdin = DEVNULL if self.launcher else PIPE
+            process = Popen(
                 command,
                 env=env,
-                stdin=subprocess.DEVNULL if self.launcher else subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stdin=stdin,
+                stdout=PIPE,
+                stderr=STDOUT,
                 text=True,
                 errors="replace",
                 process_group=0,
@@ -123,7 +124,7 @@ class Trial:
             process.terminate()
             try:
                 process.communicate(timeout=_LAUNCHER_STOP_S)
-            except subprocess.TimeoutExpired:
+            except TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
 

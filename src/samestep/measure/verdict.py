@@ -188,10 +188,8 @@ def _slow_rank(row: Row, rank: int) -> tuple[str, str]:
     ranks = [row.of_rank(other) for other in range(row.variant.processes) if other != rank]
     others = {name: median(times[name] for times in ranks) for name in PARTS}
     part = max(PARTS, key=lambda name: own[name] - others[name])
-    return (
-        f"rank {rank}",
-        f"; its {part} takes {step_time(own[part])}, that of the others {step_time(others[part])}",
-    )
+    because = f"; its {part} takes {step_time(own[part])}, that of the others {step_time(others[part])}"
+    return f"rank {rank}", because
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -209,11 +207,8 @@ def verdict(rows: Sequence[Row]) -> str:
     if len(judged.runs) == 1:
         sentences.append("Each was run once: --repeat 5 shows how far equal runs differ.")
     compute = f"{percent(judged.parts['compute'] / judged.step_s.value)} of each step"
-    limit = (
-        limit_of(judged, first)
-        or f"Only the model's own compute limits {judged.variant.in_words} ({compute})."
-    )
-    return " ".join([*sentences, str(limit)])
+    own = f"Only the model's own compute limits {judged.variant.in_words} ({compute})."
+    return " ".join([*sentences, str(limit_of(judged, first) or own)])
 
 
 def _gains(rows: Sequence[Row]) -> Iterable[str]:

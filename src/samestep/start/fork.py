@@ -47,7 +47,8 @@ class Warm:
         self._tend_at = now + _TEND_S
         for warm in list(self._all):
             if (status := warm.process.poll()) is not None:
-                self._remove(warm)
+                self._all.remove(warm)
+                warm.close()
                 if status > 0:  # it cannot import torch, and never will
                     self._tend_at = inf
                     return
@@ -75,11 +76,7 @@ class Warm:
 
     def close(self) -> None:
         while self._all:
-            self._remove(self._all[0])
-
-    def _remove(self, warm: "_Warm") -> None:
-        self._all.remove(warm)
-        warm.close()
+            self._all.pop().close()
 
 
 class _Warm:
@@ -124,9 +121,8 @@ class _Warm:
             finally:
                 os.close(out_end)
                 os.close(err_end)
-        return Started(
-            pid, FileIO(out), FileIO(err), partial(_reap, pid) if self.forks else self.process.poll
-        )
+        poll = partial(_reap, pid) if self.forks else self.process.poll
+        return Started(pid, FileIO(out), FileIO(err), poll)
 
     def _ask(self, descriptors: Sequence[int]) -> int:
         """Send an order; returns the pid of the new rank, which the kernel makes a child of this process."""

@@ -105,9 +105,8 @@ class _Run:
             env = {**defaults(self._threads), **os.environ, **script.env, **of_ranks}
             errors, target = self._directory / "logs" / "warm.log", script.command[1]
             folder = os.getcwd() if target == "-m" else os.path.dirname(os.path.realpath(target))
-            self._warm = stack.enter_context(
-                closing(Warm([folder], env, script.size, errors, self._guardian))
-            )
+            self._warm = Warm([folder], env, script.size, errors, self._guardian)
+            stack.enter_context(closing(self._warm))
             if script.fork:
                 self._warm.wait(self._signals)
 
@@ -145,19 +144,9 @@ class _Run:
             # in a Slurm step all launchers share one terminal, so only node 0 reports
             say = self._terminal.say if launchers.node == 0 else str
             is_again = self._restarts.past.generation > 0
-            watch = stack.enter_context(
-                closing(
-                    Watch(
-                        run,
-                        total,
-                        say,
-                        script.hang_timeout_s,
-                        launchers.share,
-                        is_again=is_again,
-                        named=self._named,
-                    )
-                )
-            )
+            limit_s, share = script.hang_timeout_s, launchers.share
+            watch = Watch(run, total, say, limit_s, share, is_again=is_again, named=self._named)
+            stack.enter_context(closing(watch))
             if stop_signal is not None:
                 watch.ask_to_stop(stop_signal)  # this start commits the state in memory, and ends
             group = WorkerGroup(
@@ -293,13 +282,12 @@ class Restarts:
 
 def _forget(run: Path, rank: int) -> bool:
     """Remove the files of a rank of an earlier start; returns whether there were any."""
-    kinds = (rundir.pulse_path, rundir.failure_path, rundir.stack_path)
-    removed = 0
-    for path_of in kinds:
+    removed = False
+    for path_of in (rundir.pulse_path, rundir.failure_path, rundir.stack_path):
         with suppress(OSError):  # as on a disk that cannot be written any more
             path_of(run, rank).unlink()
-            removed += 1
-    return removed > 0
+            removed = True
+    return removed
 
 
 def worker_env(place: Placement, threads: int, given: Mapping[str, str]) -> dict[str, str]:

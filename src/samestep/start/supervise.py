@@ -115,6 +115,9 @@ class WorkerGroup:
     def _alive(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.is_alive]
 
+    def _is_alive(self, ranks: Sequence[int]) -> bool:
+        return any(worker.rank in ranks for worker in self._alive())
+
     def _poll_once(self) -> None:
         """Wait shortly for output, signals and ends; then check for failures, hangs and deadlines."""
         alive = self._alive()
@@ -158,18 +161,15 @@ class WorkerGroup:
         self, alive: Sequence[Worker], streams: Sequence[Stream]
     ) -> dict[int, tuple[int, Callable[[], object]]]:
         """For each descriptor, the event to poll for and the function to call then."""
-        readers: dict[int, Callable[[], object]] = {
-            stream.pipe.fileno(): stream.read
-            for stream in streams
-            if stream.console is None or not stream.console.crowded
-        }
+        read = [stream for stream in streams if stream.console is None or not stream.console.crowded]
+        readers: dict[int, Callable[[], object]] = {stream.pipe.fileno(): stream.read for stream in read}
         readers |= {worker.pidfd: worker.look for worker in alive if worker.pidfd is not None}
         if (signals := self._signals) is not None:
             readers[signals] = lambda: self._read_signals(os.read(signals, 64))
         terminal = self._terminal
         writers = {kind: partial(terminal.write, kind) for kind in terminal.waiting()} if terminal else {}
-        at_read = {fd: (select.POLLIN, read) for fd, read in readers.items()}
-        return at_read | {fd: (select.POLLOUT, write) for fd, write in writers.items()}
+        actions = {fd: (select.POLLIN, action) for fd, action in readers.items()}
+        return actions | {fd: (select.POLLOUT, action) for fd, action in writers.items()}
 
     def _settle(self, watched: Sequence[Worker], now: float) -> None:
         """Set a time to stop all workers when a worker has failed; stop and kill them when that time has come."""
@@ -183,11 +183,7 @@ class WorkerGroup:
                 wait_s = self._patience_s
             # its exception may name a rank that is about to raise the same exception
             # or Gloo aborted it because of what another rank has sent, and that rank fails next
-            elif (
-                worker.is_echo
-                or worker.status == -signal.SIGABRT
-                or any(other.rank in worker.blamed for other in self._alive())
-            ):
+            elif worker.is_echo or worker.status == -signal.SIGABRT or self._is_alive(worker.blamed):
                 wait_s = _LEAVE_S if any(map(self._way_out, self._alive())) else _ECHO_S
             self._stop_at = min(self._stop_at, now + wait_s)
         if now >= self._stop_at:
@@ -271,9 +267,8 @@ class WorkerGroup:
             at = f"rank {cause.rank} had printed a traceback: {printed.exception[0]} ({printed.frame.place})"
             traceback = Traceback(traceback.frame, (*traceback.exception, at))
         status = failure.code if failure else 1
-        return Outcome(
-            status if self._stop_signal is None else -self._stop_signal, cause, traceback, self._stop_signal
-        )
+        status = status if self._stop_signal is None else -self._stop_signal
+        return Outcome(status, cause, traceback, self._stop_signal)
 
     def _outcome(self) -> Outcome:
         failed = [worker for worker in self.workers if worker.status and not worker.was_stopped]
@@ -306,9 +301,8 @@ class WorkerGroup:
         traceback = told if status > 0 or status in _WITH_TRACEBACK else None
         was_asked = self._stop_signal is not None and not _is_own_fault(status, traceback)
         if was_asked or status == CHECKPOINTED or self._stop_signal == signal.SIGINT:
-            return Outcome(
-                min(failed, key=lambda worker: worker.ended_at).status or 0, None, None, self._stop_signal
-            )
+            first = min(failed, key=lambda worker: worker.ended_at)
+            return Outcome(first.status or 0, None, None, self._stop_signal)
         return Outcome(status, cause, traceback, self._stop_signal)
 
 

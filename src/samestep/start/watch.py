@@ -124,9 +124,8 @@ class Watch:
             self._say(f"samestep: {self._reported.end}")
             self._reported = None
         self.hang = hang
-        is_over = (hang is not None and hang.seconds >= self._limit_of(hang)) or (
-            has_to_end and self.is_stuck
-        )
+        is_too_long = hang is not None and hang.seconds >= self._limit_of(hang)
+        is_over = is_too_long or (has_to_end and self.is_stuck)
         if hang is not None and (self._reported is None or is_over):
             # read the stacks of the missing ranks, and of a waiting rank for its line
             for state in [*hang.missing[:_MOST_LOOKED_AT], *hang.waiting[:1]]:

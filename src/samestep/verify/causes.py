@@ -276,13 +276,13 @@ def _rows_differ(compared: Compared, name: str) -> bool:
 
 
 def _rows(run: Run, step: int, name: str) -> list[float] | None:
-    pairs = [
-        (len(part.get("samples", ())), forward.get(name, ()))
-        for part in shares(run.parts(step))
-        for forward in part["forwards"]
-    ]
-    has_a_row_for_each = all(len(rows) == samples for samples, rows in pairs)
-    return sorted(row for _, rows in pairs for row in rows) if has_a_row_for_each else None
+    found = list[float]()
+    for part in shares(run.parts(step)):
+        for rows in (forward.get(name, ()) for forward in part["forwards"]):
+            if len(rows) != len(part.get("samples", ())):
+                return None
+            found += rows
+    return sorted(found)
 
 
 def _is_of_the_loop(compared: Compared) -> bool:

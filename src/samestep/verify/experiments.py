@@ -95,11 +95,7 @@ class Experiments:
         if run is first:
             return Compared(first, run)
         result = follow(first, run)
-        if (
-            result.difference is not None
-            and result.difference.kind in SOFT
-            and self.is_stable(self.first, removed)
-        ):
+        if result.kind in SOFT and self.is_stable(self.first, removed):
             result = follow(first, run, self.reference(removed, "nudged"))
         return result
 
@@ -120,13 +116,8 @@ class Experiments:
         env = dict(_ENVIRONMENT)
         for name in removed:
             env |= _VARIABLES.get(name, {}) if size or name != "draws" else {}
-        trial = Trial(
-            self.script if size else self.untouched,
-            size or 1,
-            record.parent,
-            env,
-            through=["samestep.verify.record", str(record), json.dumps(options)],
-        )
+        script, through = self.script if size else self.untouched, ["samestep.verify.record", str(record)]
+        trial = Trial(script, size or 1, record.parent, env, through=[*through, json.dumps(options)])
         return read_record(record, trial.size, self.start(trial))
 
 

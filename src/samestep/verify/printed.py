@@ -93,28 +93,19 @@ def compare_printed(
         return [], note
     if first.fact("clock") and "clock" not in rest:  # durations are not numbers of the training
         return compare_printed(experiments, (*removed, "clock"), size)
-    alone, *shared = (
-        experiments.run(size, (*rest, *more)) for more in (["world=*"], ["shares"], ["world=*", "shares"])
-    )
+    ways = (["world=*"], ["shares"], ["world=*", "shares"])
+    alone, *shared = (experiments.run(size, (*rest, *way)) for way in ways)
     by_kind: dict[str, Printed] = {}
     for kind, at, line, now in pairs():
-        shown = [_has(run, kind, at, line, near) for run in (alone, *shared)]
-        is_right_with_shares = near.unlike(kind, line, now) and not shown[0] and any(shown)
         is_own = _differs_between_ranks(kind, first, alone, near)
-        if (
-            kind not in by_kind
-            and not _names_its_rank(kind, other)
-            and (is_own or (is_same and is_right_with_shares))
-        ):
-            by_kind[kind] = Printed(
-                now.at,
-                now.verb,
-                now.text.strip(),
-                line.text.strip(),
-                is_remark=now.inside and now.verb != "saves",
-                is_total=not is_own,
-                is_on_rank_0=not any(kind in lines for lines in other.printed[1:]),
-            )
+        is_of_share = is_same and near.unlike(kind, line, now) and not _has(alone, kind, at, line, near)
+        is_right_with_shares = is_of_share and any(_has(run, kind, at, line, near) for run in shared)
+        if (is_own or is_right_with_shares) and not _names_its_rank(kind, other):
+            is_remark = now.inside and now.verb != "saves"
+            is_on_rank_0 = not any(kind in lines for lines in other.printed[1:])
+            texts = now.text.strip(), line.text.strip()
+            shown = Printed(now.at, now.verb, *texts, is_remark, not is_own, is_on_rank_0)
+            by_kind.setdefault(kind, shown)
     by_line: dict[tuple[str, bool], list[Printed]] = {}
     for printed in by_kind.values():
         by_line.setdefault((printed.line, printed.is_remark), []).append(printed)
@@ -167,19 +158,12 @@ def _pairs(first: Run, other: Run) -> Iterator[tuple[str, int, Line, Line]]:
 
 def _names_its_rank(kind: str, run: Run) -> bool:
     """Whether all lines of a kind contain their rank at the same position, also in a name such as `rank0.pt`."""
-    ranks = [
-        [
-            _DIGITS.findall(line.text)
-            for other in kinds
-            if _DIGITS.sub("#", other) == _DIGITS.sub("#", kind)
-            for line in kinds[other]
-        ]
-        for kinds in run.printed
-    ]
-    return all(ranks) and any(
-        all(numbers[at] == str(rank) for rank, lines in enumerate(ranks) for numbers in lines)
-        for at in range(min(len(numbers) for rank in ranks for numbers in rank))
-    )
+    form, places = _DIGITS.sub("#", kind), list[set[int]]()
+    for rank, kinds in enumerate(run.printed):
+        lines = [line for other in kinds if _DIGITS.sub("#", other) == form for line in kinds[other]]
+        numbers = [_DIGITS.findall(line.text) for line in lines] or [[]]
+        places += [{at for at, number in enumerate(found) if number == str(rank)} for found in numbers]
+    return bool(set.intersection(*places))
 
 
 def _differs_between_ranks(kind: str, first: Run, alone: Run, near: _Near) -> bool:
@@ -200,22 +184,16 @@ def _has(run: Run, kind: str, at: int, line: Line, near: _Near) -> bool:
 
 def _numbers(line: Line, other: Line) -> Iterator[tuple[int, str, str]]:
     """The numbers of both lines by their place, without shapes, lines of code, durations, rates and sizes of memory."""
-    for at, (a, b) in enumerate(zip(*map(_counted, (line.text, other.text)), strict=False)):
+    counted = []
+    for text in (_NO_VALUE.sub("", line.text), _NO_VALUE.sub("", other.text)):
+        matches = NUMBER.finditer(text)
+        counted.append([match[0] for match in matches if not _MEASURED.match(text, match.end())])
+    for at, (a, b) in enumerate(zip(*counted, strict=False)):
         yield at, a, b
-
-
-def _counted(line: str) -> Iterator[str]:
-    line = _NO_VALUE.sub("", line)
-    return (match[0] for match in NUMBER.finditer(line) if not _MEASURED.match(line, match.end()))
 
 
 def _tolerance(a: str, b: str, near: float) -> float:
     """The distance that rounding can make: the last printed digit of a fraction, plus `near` times the value."""
+    last_digits = [10.0 ** int(Decimal(number).as_tuple().exponent) for number in (a, b)]
     is_integer = not any(letter in a + b for letter in ".eE")
-    unit = 0.0 if is_integer else 1.01 * max(_unit(a), _unit(b))
-    return unit + near * max(abs(float(a)), abs(float(b)))
-
-
-def _unit(number: str) -> float:
-    """The value of the last printed digit."""
-    return float(10.0 ** int(Decimal(number).as_tuple().exponent))
+    return 1.01 * max(last_digits) * (not is_integer) + near * max(abs(float(a)), abs(float(b)))

@@ -18,7 +18,6 @@ _MOST_LINES = 2
 _IsEnough = Callable[[Sequence[Cause]], bool]
 _DRAWN = "draw them before the first batch"  # data that each rank draws for itself
 _COLLATED = "batches that collate_fn makes of a share (padding, a mean)"
-_SCALE = "scale="  # hides the difference, whatever its cause
 
 
 class Search:
@@ -98,7 +97,7 @@ class Search:
                 return replace(compared, difference=fact, note=None if fact else note)
             if is_enough([suspect]):
                 return self._confirmed([suspect], size)
-        chosen = [cause for cause in listed if not str(cause.removed).startswith(_SCALE)]
+        chosen = [cause for cause in listed if not _scales(cause)]
         # The general experiment is first in the list, so `_together` drops it first, and specific causes remain.
         chosen.sort(key=lambda cause: cause.removed != "shares")
         if together := _together(chosen, is_enough):
@@ -113,10 +112,8 @@ class Search:
 
     def _confirmed(self, causes: Sequence[Cause], size: int) -> Compared:
         # the same factor is another power of another number of ranks
-        is_scaled = any(str(cause.removed).startswith(_SCALE) for cause in self.causes)
-        self.causes += [
-            cause for cause in causes if not (is_scaled and str(cause.removed).startswith(_SCALE))
-        ]
+        is_scaled = any(_scales(cause) for cause in self.causes)
+        self.causes += [cause for cause in causes if not (is_scaled and _scales(cause))]
         self.removed = (*self.removed, *(cause.removed for cause in causes if cause.removed))
         return self.without(size)
 
@@ -171,11 +168,16 @@ def draws_of(compared: Compared) -> str:
     """In words, what each rank draws for itself by default."""
     first, run, step = compared.first, compared.run, compared.step
     widths = zip(first.fact("widths") or (), run.fact("widths") or (), strict=False)
-    is_collated = any(mine != theirs for mine, theirs in widths) or (
-        compared.is_in_a_step and not alike(first.batch("given", step), run.batch("given", step))
-    )
+    is_collated = any(mine != theirs for mine, theirs in widths)
+    if compared.is_in_a_step and not alike(first.batch("given", step), run.batch("given", step)):
+        is_collated = True
     own = [*(run.fact("own") or ()), *[_COLLATED] * is_collated]
     return " and ".join(own or ["random draws"])
+
+
+def _scales(cause: Cause) -> bool:
+    """Whether it is a factor of the gradients: removing that hides the difference, whatever its cause."""
+    return str(cause.removed).startswith("scale=")
 
 
 def _together(causes: list[Cause], is_enough: _IsEnough) -> list[Cause]:

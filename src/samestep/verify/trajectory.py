@@ -9,6 +9,7 @@ by a factor of the number of ranks is always beyond rounding.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from samestep.text import counted
 from samestep.verify.read import EPSILON, Digests, Run, alike
@@ -178,10 +179,9 @@ def _uneven(run: Run) -> Difference:
 
 def _apart_ranks(run: Run, step: int) -> Iterator[Difference]:
     """Parameters that differ between ranks before this step, or after the last step."""
-    is_over = step >= run.length
-    params = (
-        [facts.get("param", {}) for facts in run.facts] if is_over else [r[step].param for r in run.ranks]
-    )
+    params = [facts.get("param", {}) for facts in run.facts]
+    if step < run.length:
+        params = [steps[step].param for steps in run.ranks]
     for rank, param in enumerate(params):
         for name, digest in param.items():
             if digest.bits != params[0].get(name, digest).bits:
@@ -198,11 +198,9 @@ def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
     if not is_by_rows and first.num_samples(step) != other.num_samples(step):
         is_even = other.longest == other.length
         yield Difference("batch", step, None, "samples of the batch") if is_even else _uneven(other)
-    if not (
-        alike(first.batch("given", step), other.batch("given", step))
-        if first.is_untouched
-        else first.batch("samples", step) == other.batch("samples", step)
-    ):
+    name = "given" if first.is_untouched else "samples"
+    batches = first.batch(name, step), other.batch(name, step)
+    if not (alike(*batches) if first.is_untouched else batches[0] == batches[1]):
         yield Difference("samples", step, None, "samples")
     for rank, steps in enumerate(other.ranks):
         if steps[step].training != mine.training and steps[step].parts:
@@ -248,10 +246,7 @@ def _unlike(
     mine: Sequence[dict[str, list[float]]], theirs: Sequence[dict[str, list[float]]]
 ) -> Iterator[str]:
     for a, b in zip(mine, theirs, strict=False):
-        yield from (
-            name for name in a if name in b and not _close(a[name], b[name], _OF_NORMS.get(name, 1e-9))
-        )
-
-
-def _close(a: Sequence[float], b: Sequence[float], near: float) -> bool:
-    return len(a) == len(b) and all(math.isclose(*pair, rel_tol=near) for pair in zip(a, b, strict=True))
+        for name in (name for name in a if name in b):
+            ours, others, near = a[name], b[name], _OF_NORMS.get(name, 1e-9)
+            if len(ours) != len(others) or not all(map(partial(math.isclose, rel_tol=near), ours, others)):
+                yield name

@@ -79,9 +79,8 @@ class Report:
 
     @property
     def is_same_step(self) -> bool:
-        return self.step == "bits" or (
-            self.step in ("rounding", "with_same", "augmented") and not self.wants_bits
-        )
+        is_close = self.step in ("rounding", "with_same", "augmented")
+        return self.step == "bits" or (is_close and not self.wants_bits)
 
     @property
     def exit_code(self) -> int:
@@ -150,12 +149,8 @@ class Report:
             case "different":
                 return f"different: {worst.difference}{cause}"
         largest = max(outcome.distance for outcome in self.outcomes.values())
-        amount = (
-            f"{largest:.1e}"
-            if largest
-            else "the first run from changed last bits differs as much in each tensor"
-        )
-        rounding = f"same to rounding: {amount}"
+        noise = "the first run from changed last bits differs as much in each tensor"
+        rounding = f"same to rounding: {f'{largest:.1e}' if largest else noise}"
         bits = f", not the same bits: {worst.bits}; {EXACT}" if self.wants_bits else ""
         return "".join([rounding, *notes, bits])
 

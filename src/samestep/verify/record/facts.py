@@ -45,12 +45,8 @@ def current_share() -> dict[str, Any]:
     current = spine.origins.trained if spine else None
     if not spine or current is None or not current.all or current.of.of is None:
         return {}
-    return {
-        "mine": current.mine,
-        "all": current.all,
-        "samples": current.samples.tolist(),
-        "adds": spine.models.adds() and not current.lent,
-    }
+    adds = spine.models.adds() and not current.lent
+    return {"mine": current.mine, "all": current.all, "samples": current.samples.tolist(), "adds": adds}
 
 
 def precision_of(device: torch.device) -> str | None:
@@ -120,17 +116,15 @@ def numbers_in(state: Any, trained: Container[int], key: str = "") -> Iterator[s
 def _is_drawn(value: Any) -> bool:
     """Whether these are integers as in seeds and states of generators."""
     tensor = _tensor(value)
-    return (
-        tensor is not None and not tensor.is_floating_point() and float(tensor.double().abs().max()) >= 2**31
-    )
+    if tensor is None or tensor.is_floating_point():
+        return False
+    return float(tensor.double().abs().max()) >= 2**31
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
     """Numbers, an array or a list of numbers as a tensor; bytes are the state of a generator."""
     with suppress(TypeError, ValueError, RuntimeError):
-        tensor = torch.as_tensor(value)
-        has_numbers = (
-            tensor.numel() and tensor.dtype not in (torch.uint8, torch.bool) and not tensor.is_complex()
-        )
-        return tensor if has_numbers and tensor.layout is torch.strided and not tensor.is_nested else None
+        tensor = first_tensor(torch.as_tensor(value))
+        if tensor is not None and tensor.numel() and not tensor.is_complex():
+            return None if tensor.dtype in (torch.uint8, torch.bool) else tensor
     return None

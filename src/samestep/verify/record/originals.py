@@ -22,9 +22,8 @@ class Originals(MetaPathFinder):
         original = file.with_name(f"{file.stem}_serial{file.suffix}")
         if not original.is_file():
             return None
-        return spec_from_file_location(
-            name, original, submodule_search_locations=found.submodule_search_locations
-        )
+        places = found.submodule_search_locations
+        return spec_from_file_location(name, original, submodule_search_locations=places)
 
 
 def import_originals(script: str) -> None:

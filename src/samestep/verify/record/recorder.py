@@ -218,9 +218,8 @@ class Recorder:
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         with _disable_current_modes():  # modes of the script must not see these operations
             gradients = kwargs.get("grad_tensors", args[0] if args else None)
-            weight = self._record_loss(
-                losses, [gradients] if isinstance(gradients, torch.Tensor) else gradients
-            )
+            gradients = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+            weight = self._record_loss(losses, gradients)
         self._facts["backwards"] += 1
         self._in_backward = True
         try:
@@ -315,11 +314,11 @@ class Recorder:
             raise SystemExit(0)
         number = [*self._taken].index(optimizer)
         self._removed.before_step(optimizer)
-        names = {id(tensor): name for name, tensor in self._named(nn.Module.named_parameters)}
-        named = [
-            (names.get(id(tensor), f"optimizer {number}, tensor {at}"), tensor)
-            for at, tensor in enumerate(_stepped(optimizer))
-        ]
+        names = {
+            id(tensor): f"optimizer {number}, tensor {at}" for at, tensor in enumerate(_stepped(optimizer))
+        }
+        names |= {id(tensor): name for name, tensor in self._named(nn.Module.named_parameters)}
+        named = [(names[id(tensor)], tensor) for tensor in _stepped(optimizer)]
         step = {
             "parts": self._parts,
             "hyper": [hyper_of(group) | self._clips for group in optimizer.param_groups],
