@@ -37,17 +37,7 @@ _HEADING = ("processes", "steps", "samples", "last loss", "first difference", "s
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def command(
-    script: str,
-    args: tuple[str, ...],
-    sizes: str | None,
-    against: str | None,
-    exact: bool,
-    no_causes: bool,
-    steps: int | None,
-    module: bool,
-    as_json: bool,
-) -> None:
+def command(script: str, args: tuple[str, ...], against: str | None, module: bool, **options: Any) -> None:
     """Say whether SCRIPT takes the same step on any number of processes, and if not, why.
 
     \b
@@ -75,25 +65,25 @@ def command(
         with end_on_signals(), progress(None) as report_progress:
             report = verify(
                 [*(["-m"] * module), script, *args],
-                _sizes(sizes, least=1 if against else 2),
-                exact=exact,
-                steps=steps,
+                _sizes(options["sizes"], least=1 if against else 2),
+                exact=options["exact"],
+                steps=options["steps"],
                 against=[*(["-m"] * module), against, *args] if against else [],
-                causes=not no_causes,
+                causes=not options["no_causes"],
                 progress=lambda run: report_progress(0, f"samestep verify: running {run}", ""),
                 differing=_show_differing,
             )
     except UsageError as error:
         diff = conversion(Path(script)) if isinstance(error, SerialScript) and not module else None
         click.echo(f"samestep verify: {error}", err=True)
-        if as_json:
+        if options["as_json"]:
             print_json({"error": str(error), "conversion": diff})
         elif diff:
             click.echo(f"\n{diff}")
         raise SystemExit(2) from None
     if report.verdict == "failed":
         click.echo(report.worst.run.failure, err=True)
-    if as_json:
+    if options["as_json"]:
         print_json(_document(report), indent=2)
     else:
         _show_table(report)

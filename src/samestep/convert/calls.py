@@ -7,6 +7,7 @@ from typing import Any
 
 from samestep.convert.library import Library
 from samestep.convert.project import Class, Frame, Function, Instance, Scope, Site
+from samestep.convert.rewrites import arguments
 from samestep.convert.signatures import NAMED, of_loss
 from samestep.convert.source import Edit
 from samestep.convert.totals import name_of
@@ -61,12 +62,9 @@ class Calls(Library):
             bound = [] if callee.of.bound is None else [callee.of.bound]
             result = self.run(callee.of, [*bound, *arguments], named, node)
             is_of_model = bool(bound) and self.is_model(bound[0]) and "param" in name_of(node)
-            # a method that picks some parameters, as by `yield`
-            return (
-                self.parameters(node)
-                if is_of_model and result.kind == Kind.ALIKE and not result.models
-                else result
-            )
+            if is_of_model and result.kind == Kind.ALIKE and not result.models:
+                return self.parameters(node)  # a method that picks some parameters, as by `yield`
+            return result
         if callee.kind == "loss":
             return of_loss(callee.of, [*self.together(node.args, arguments), *named.values()], self.batches)
         if callee.kind == "class":
@@ -192,9 +190,8 @@ class Calls(Library):
         if is_recursive or len(self.frames) > _DEEPEST or self.followed > MOST_STATEMENTS:
             return join(*arguments)
         self.reached.add(node)
-        frame = Frame(
-            Scope(function.scope), function.source, call, self.frame, node, len(self.loops), self.depth
-        )
+        place = len(self.loops), self.depth
+        frame = Frame(Scope(function.scope), function.source, call, self.frame, node, *place)
         self._bind_arguments(frame.scope, node.args, arguments, named)
         no_gradients = max(map(without_gradients, function.marks), default=0)
         self.without_gradients += no_gradients
@@ -229,9 +226,8 @@ class Calls(Library):
         if params.vararg is not None:
             scope.names[params.vararg.arg] = Value("list", rest) if rest else named.get("*", Value())
         if params.kwarg is not None:
-            scope.names[params.kwarg.arg] = join(
-                *(value for name, value in named.items() if name not in names)
-            )
+            others = (value for name, value in named.items() if name not in names)
+            scope.names[params.kwarg.arg] = join(*others)
 
 
 def without_gradients(text: str) -> int:
@@ -241,12 +237,7 @@ def without_gradients(text: str) -> int:
 
 def _given(frame: Frame, name: str) -> str | None:
     """The caller's name for what a function gets as this parameter; None if it is no plain name."""
-    parameters = [parameter.arg for parameter in frame.function.args.args]
-    if name not in parameters or frame.call is None:
+    if frame.call is None or isinstance(frame.call.func, ast.Attribute):
         return None
-    at = parameters.index(name)
-    named = [keyword.value for keyword in frame.call.keywords if keyword.arg == name]
-    given = (*named, *frame.call.args[at : at + 1], None)[0]
-    return (
-        given.id if isinstance(given, ast.Name) and not isinstance(frame.call.func, ast.Attribute) else None
-    )
+    given = arguments(frame.call, [param.arg for param in frame.function.args.args]).get(name)
+    return given.id if isinstance(given, ast.Name) else None

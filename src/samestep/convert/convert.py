@@ -78,18 +78,16 @@ def convert(script: Path, is_written: bool = False, is_module: bool = False) -> 
     for source in sources.values():
         _leave_alone(findings, source)
         finish(followed, source, is_script=source.path == script)
+    gaps = [(source.path, line, reason) for (source, line), reason in findings.gaps.items()]
     # a value that is made of what another line could not total comes last
-    gaps = sorted(
-        (reason.endswith(MADE_OF_SHARE), source.path, line, reason)
-        for (source, line), reason in findings.gaps.items()
-    )
+    gaps.sort(key=lambda gap: (gap[2].endswith(MADE_OF_SHARE), *gap))
     files = {}
     for path, source in sources.items():
         before, after = (source.edited(edits).encode(source.encoding) for edits in ((), findings.edits))
         if any(edit.source is source for edit in findings.edits):
             check_parses(path, after)
             files[path] = (before, after)
-    texts = [f"{path.name}:{line}: {reason}" for _, path, line, reason in gaps], findings.notes
+    texts = [f"{path.name}:{line}: {reason}" for path, line, reason in gaps], findings.notes
     edits = findings.edits if is_written else ()
     return Conversion(files, *(_after(edits, part, sources) for part in texts))
 
@@ -147,15 +145,13 @@ def _leave_alone(findings: Findings, source: Source) -> None:
         start, end = source.start(node), source.end(node)
         edits = [edit for edit in findings.edits if edit.source is source and start <= edit.start <= end]
         gaps = [place for place in findings.gaps if place[0] is source and start <= source.at(place[1]) < end]
-        has_batches = any(
-            kind == "batches" and file is source and start <= at < end
-            for (file, at, _), kind in findings.over.items()
-        )
-        if gaps and edits and not has_batches and all(TOTALS.fullmatch(edit.text) for edit in edits):
-            first = min(gaps, key=lambda place: place[1])
-            findings.gaps[first] += (
-                f"; {node.name} stays as it is: call it with samestep.gather(...) of these values"
+        over = {kind for (file, at, _), kind in findings.over.items() if file is source and start <= at < end}
+        if gaps and edits and "batches" not in over and all(TOTALS.fullmatch(edit.text) for edit in edits):
+            first, instead = (
+                min(gaps, key=lambda place: place[1]),
+                "call it with samestep.gather(...) of these values",
             )
+            findings.gaps[first] += f"; {node.name} stays as it is: {instead}"
             for unused in edits:
                 del findings.edits[unused]
             for follows in {*gaps} - {first}:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.convert.follow import Follower
+from samestep.convert.rewrites import arguments
 from samestep.convert.source import Edit, Source
 from samestep.convert.values import Value
 
@@ -254,10 +255,8 @@ def _paths(followed: Follower, source: Source, path: ast.expr) -> set[str]:
     names = [each.arg for each in function.args.args] if function else []
     for node in (node for module in followed.modules for node in ast.walk(module.tree)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == getattr(function, "name", ""):
-            given = dict(zip(names, node.args, strict=False)) | {
-                each.arg: each.value for each in node.keywords
-            }
-            found |= {followed.path_of(value) for name, value in given.items() if name == ast.unparse(path)}
+            given = arguments(node, names).get(ast.unparse(path))
+            found |= {followed.path_of(given)} if given is not None else set()
     return found
 
 

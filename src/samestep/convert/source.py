@@ -85,9 +85,7 @@ class Source:
         return Edit(self, start, start, f"{line}; " if indent is None else f"{line}{self.line_end}{indent}")
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
-        while not isinstance(node, ast.stmt):
-            node = self.parents[node]
-        return node
+        return next(found for found in (node, *self.around(node)) if isinstance(found, ast.stmt))
 
     def line_after(self, line: int, edits: Iterable[Edit]) -> int:
         """The number of a line after all edits."""

@@ -168,18 +168,13 @@ class Totals(Following):
         is_split = over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT, "loader")
         return is_split or (over.kind == "each" and over.of.kind != "plain")
 
-    def _inside(self, node: ast.AST) -> Edits | None:
-        parts = [self.known[part] for part in _parts(node) if part in self.known]
-        known = [part.edits for part in parts if part.is_shared]
-        return None if None in known else tuple(edit for edits in known for edit in edits or ()) or None
-
-    def _of_tokens(self, node: ast.Call) -> Edits | None:
-        """The edits inside a loss over tokens. Flattened tensors are gathered flat: ranks may have padded their shares
-        to different lengths."""
+    def _inside(self, node: ast.AST, is_over_tokens: bool = False) -> Edits | None:
+        """The edits of the parts of an expression. Of a loss over tokens, flattened parts are gathered flat: ranks may
+        have padded their shares to different lengths."""
         all_edits: list[Edit | ast.expr] = []
         for part in (part for part in _parts(node) if part in self.known and self.known[part].is_shared):
             edits = self.known[part].edits
-            if edits and isinstance(part, ast.Call) and _is_flattened(part):
+            if edits and is_over_tokens and isinstance(part, ast.Call) and _is_flattened(part):
                 edits = self._wrapped(part, Value(Kind.ROWS))
             if edits is None:
                 return None
@@ -208,9 +203,10 @@ class Totals(Following):
         is_given |= callee.kind in _OURS
         if is_sum or is_joined or (is_given and value.kind in ROWS):
             return self._wrapped(node, value)
-        if value.of == DIVIDES:
-            return self._of_tokens(node)
-        return None if callee.kind in _OURS else self._inside(node)
+        is_over_tokens = value.of == DIVIDES
+        if callee.kind in _OURS and not is_over_tokens:
+            return None
+        return self._inside(node, is_over_tokens)
 
     def _wrapped(self, node: ast.expr, value: Value) -> Edits | None:
         """The edits around an expression whose kind can be combined; None for other kinds."""
@@ -226,12 +222,14 @@ class Totals(Following):
             before = "samestep.gather("
         elif kind == Kind.PASSES:
             before, after = "max(samestep.gather([", "]))"
-        elif kind == Kind.MEAN and not is_finished:
-            before = "samestep.mean("
-        elif kind not in NUMBERS or (is_finished and not (share and loop and loop.trains)):
+        elif kind not in NUMBERS:
             return None
-        elif is_finished:
+        elif loop and is_finished:
+            if not (share and loop.trains):
+                return None
             after = f" * {share})" if kind == Kind.MEAN else f" * bool({share}))"
+        elif kind == Kind.MEAN:
+            before = "samestep.mean("
         added = value.of.loop if isinstance(value.of, Sum) else None
         if added is not None and not added.trains and added not in self.loops and self.batches is not None:
             self.findings.note(self.source, node, _AT_A_STEP)
@@ -264,9 +262,8 @@ class Totals(Following):
         """The value of a place after this value is added to it, with the edits that keep its total exact."""
         old = place[0].find(place[1]) or Value()
         if isinstance(node, ast.List) and len(node.elts) == 1:  # as append
-            return self._extended(
-                old, self.around(old), node.elts[0], self.known[node.elts[0]], is_flat=False
-            )
+            item = node.elts[0]
+            return self._extended(old, self.around(old), item, self.known[item], is_flat=False)
         if _makes_list(value.origin[0] if value.origin and isinstance(node, ast.Name) else node):
             return self._extended(old, self.around(old), node, value, is_flat=True)
         batch, over_samples = self.around(old)
