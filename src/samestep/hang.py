@@ -146,11 +146,11 @@ class Hang(NamedTuple):
         does: dict[str, list[int]] = {}
         for state in self.missing:
             does.setdefault(state.doing, []).append(state.rank)
-        return ", and ".join(
-            f"{name_ranks(ranks, hosts if len(set(host_of.values())) > 1 else ())}, which "
-            f"{doing if len(ranks) == 1 else _plural(doing)}"
-            for doing, ranks in does.items()
-        )
+        parts = []
+        for doing, ranks in does.items():
+            who = name_ranks(ranks, hosts if len(set(host_of.values())) > 1 else ())
+            parts.append(f"{who}, which {doing if len(ranks) == 1 else _plural(doing)}")
+        return ", and ".join(parts)
 
 
 def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | None:
@@ -176,15 +176,13 @@ def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | 
 
 def find_unlike_exchanges(states: Sequence[RankState], size: int) -> Hang | None:
     """The ranks that exchange gradients of another model than the others, also where the exchange has failed by now."""
-    models = [
-        state
-        if state.phase == "exchange"
-        else state._replace(call=state.call.partition(f" in {EXCHANGE} of ")[2])
-        for state in states
-    ]
+    models = []
+    for state in states:
+        model = state.call if state.phase == "exchange" else state.call.partition(f" in {EXCHANGE} of ")[2]
+        models.append(state._replace(phase="exchange", call=model, waits=0))
     if len({state.call for state in models}) == 1 or not all(state.call for state in models):
         return None
-    return find_hang([state._replace(phase="exchange", waits=0) for state in models], size, 0.0)
+    return find_hang(models, size, 0.0)
 
 
 def named_models(states: Sequence[RankState]) -> Sequence[RankState]:
@@ -210,9 +208,8 @@ def _at_another_call(states: Sequence[RankState]) -> list[RankState]:
 
 def state_of(rank: int, pulse: PulseReading, seconds: float, host: str = "") -> RankState:
     """The state that a rank's pulse describes; its phase began this many seconds ago."""
-    return RankState(
-        rank, pulse.step, pulse.phase, pulse.call, pulse.waits, seconds, host, raised=pulse.raised
-    )
+    phase = pulse.phase, pulse.call, pulse.waits
+    return RankState(rank, pulse.step, *phase, seconds, host, raised=pulse.raised)
 
 
 def _of_step(step: int, word: str = "of") -> str:

@@ -59,16 +59,14 @@ def read_traceback(stderr: str) -> Traceback | None:
     """The last traceback in what a process wrote to its stderr."""
     lines = _plain_lines(stderr)
     for number, line in enumerate(lines):
-        if crash := _CRASH.match(
-            line
-        ):  # of the interpreter, which prints every thread, the latest call first
+        if crash := _CRASH.match(line):
+            # the interpreter prints every thread, the latest call first
             threads = lines[number + 1 :]
             stack = _stack(threads, "Current thread") or _stack(threads, "")  # none in a thread of torch's
             thrown = [_printed(match[1]) for match in map(_THROWN.match, lines[:number]) if match][-1:]
             remedy = [_TAKE_ALIKE for line in thrown if _UNLIKE in line]
-            return Traceback(
-                _innermost(reversed(stack)), (f"Fatal Python error: {crash[1]}", *thrown, *remedy)
-            )
+            error = f"Fatal Python error: {crash[1]}"
+            return Traceback(_innermost(reversed(stack)), (error, *thrown, *remedy))
     # Skip what is no traceback: quoted first lines in a message, and a printed stack without an exception.
     complete = [(frames, exception) for frames, exception in _blocks(lines) if frames and exception]
     if not complete:
@@ -82,17 +80,14 @@ def recorded_traceback(failure: Failure) -> Traceback:
     """The exception in a worker's record."""
     if _ORIGINAL in failure.exception and (original := read_traceback(failure.exception)):
         return original  # torch puts the traceback of a loader worker into the message
-    exception = _shortened(failure.exception.splitlines())
+    exception, frame = _shortened(failure.exception.splitlines()), next(reversed(failure.frames), None)
     if failure.group:
         exception += (f"in {printable(failure.group.splitlines()[0], _MOST_COLUMNS)}",)
-    traceback = Traceback(failure.frames[-1] if failure.frames else None, exception)
-    if failure.handled and (traceback.is_echo or "RanksDiffer" in exception[0]):
-        traceback = traceback._replace(
-            exception=(*exception, f"while it handled {_printed(failure.handled)}")
-        )
+    if failure.handled and (is_echo(exception) or "RanksDiffer" in exception[0]):
+        exception += (f"while it handled {_printed(failure.handled)}",)
     if _OF_POOL in failure.cause and (remote := read_traceback(failure.cause)):
-        traceback = traceback._replace(frame=remote.frame)
-    return _with_loaders_cause(traceback, _shortened(failure.cause.splitlines()))
+        frame = remote.frame
+    return _with_loaders_cause(Traceback(frame, exception), _shortened(failure.cause.splitlines()))
 
 
 def last_words(stderr: str) -> tuple[str, ...]:

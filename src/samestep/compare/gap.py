@@ -35,12 +35,8 @@ def numbers(value: object) -> Tensor | None:
             return dense.contiguous().view(torch.uint8)
         return dense
     items = value if isinstance(value, (list, tuple)) else [value]
-    for kinds, dtype in (
-        (bool, torch.bool),
-        (int, torch.int64),
-        ((int, float), torch.float64),
-        ((int, float, complex), torch.complex128),
-    ):
+    dtypes = {bool: torch.bool, int: torch.int64, int | float: torch.float64}
+    for kinds, dtype in (dtypes | {int | float | complex: torch.complex128}).items():
         if all(isinstance(item, kinds) for item in items):
             try:
                 return torch.tensor(value, dtype=dtype)

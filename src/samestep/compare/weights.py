@@ -125,12 +125,10 @@ def _why(error: Exception) -> str:
         )
     if "TorchScript" in text:
         return "is a TorchScript archive; save the model's state_dict() instead"
-    if isinstance(error, EOFError) or re.search(
-        "central directory|EOF|not fully covered|invalid header", text
-    ):
+    is_cut = re.search("central directory|EOF|not fully covered|invalid header", text)
+    if is_cut or isinstance(error, EOFError):
         return "is torn: its end is missing"
     if "WeightsUnpickler" in text or "Invalid magic number" in text:
         return "is a pickle, but not one of torch.save; name a file of torch.save or safetensors"
-    return (
-        f"cannot be read as weights ({type(error).__name__}: {printable(text.strip().partition(chr(10))[0])})"
-    )
+    first_line = printable(text.strip().partition("\n")[0])
+    return f"cannot be read as weights ({type(error).__name__}: {first_line})"

@@ -28,6 +28,7 @@ _OF_COPY = (
 _TWO_LOSSES = "one loss is a sum over samples and another a mean; make both means"
 _NO_MODEL = "no optimizer gets the parameters of a torch.nn.Module, so there is no model to replicate"
 _NO_LOADER = "there is no DataLoader to share, so each process would train on all samples"
+_GATHERED = "call it with samestep.gather(...) of these values"
 _BESIDE = {"transformers", "xformers"}  # also used by scripts with a loop of their own
 
 
@@ -147,11 +148,8 @@ def _leave_alone(findings: Findings, source: Source) -> None:
         gaps = [place for place in findings.gaps if place[0] is source and start <= source.at(place[1]) < end]
         over = {kind for (file, at, _), kind in findings.over.items() if file is source and start <= at < end}
         if gaps and edits and "batches" not in over and all(TOTALS.fullmatch(edit.text) for edit in edits):
-            first, instead = (
-                min(gaps, key=lambda place: place[1]),
-                "call it with samestep.gather(...) of these values",
-            )
-            findings.gaps[first] += f"; {node.name} stays as it is: {instead}"
+            first = min(gaps, key=lambda place: place[1])
+            findings.gaps[first] += f"; {node.name} stays as it is: {_GATHERED}"
             for unused in edits:
                 del findings.edits[unused]
             for follows in {*gaps} - {first}:

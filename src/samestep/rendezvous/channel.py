@@ -146,9 +146,8 @@ class Channel:
             self._check((yield _PROOF), "server", mine, theirs)
             self.connection.sendall(self.claim + derive(self._key, "client", mine, theirs, self.claim))
             nonces, out_side, in_side = (mine, theirs), "client", "server"
-        self._out_key, self._in_key = (
-            derive(self._key, f"from {side}", *nonces, self.claim) for side in (out_side, in_side)
-        )
+        self._out_key = derive(self._key, f"from {out_side}", *nonces, self.claim)
+        self._in_key = derive(self._key, f"from {in_side}", *nonces, self.claim)
         self.is_proven = True
         number = 0
         while True:

@@ -93,10 +93,9 @@ class _Run:
         self._shares, self._threads = share_cores(script.size, {**os.environ, **script.env})
         self._restarts = Restarts(script.max_restarts, script.restart_on)
         # memory for rank 0's state; it lives as long as this process, so it survives restarts
-        slots = rundir.SLOTS if script.max_restarts else ()
-        self._slots = {
-            name: stack.enter_context(unnamed_file(name=rundir.SLOTS[0])).fileno() for name in slots
-        }
+        self._slots: dict[str, int] = {}
+        for name in rundir.SLOTS if script.max_restarts else ():
+            self._slots[name] = stack.enter_context(unnamed_file(name=rundir.SLOTS[0])).fileno()
         self._named = set[psutil.Process]()  # that live on after a start
         self._warm: Warm | None = None
         if script.is_warmable:

@@ -244,10 +244,8 @@ class Watch:
                     state = state._replace(phase="end", seconds=min(idle_s, state.seconds))
                 if sight.wait and not state.waits_now:
                     # a wait in a call of the script itself or of DDP, which the pulse does not count
-                    waits = state.waits + 1
-                    state = state._replace(
-                        phase="call", call=sight.wait, waits=waits, seconds=idle_s, does=""
-                    )
+                    state = state._replace(phase="call", call=sight.wait, seconds=idle_s, does="")
+                    state = state._replace(waits=state.waits + 1)
             states.append(state)
         return states
 

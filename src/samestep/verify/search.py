@@ -64,9 +64,8 @@ class Search:
             return None
         self.removed = (*self.removed, "draws")
         if said:
-            self.causes.append(
-                Cause(f"{said}; with --same, where all ranks draw alike, it does not fail", "draws")
-            )
+            sentence = f"{said}; with --same, where all ranks draw alike, it does not fail"
+            self.causes.append(Cause(sentence, "draws"))
             return after
         # compare facts only: with dropout, a loss differs before the weights that own draws make differ
         before, after_fact = (first_fact(run, run) for run in (compared.run, after.run))

@@ -56,10 +56,8 @@ class Outputs:
         file = original(*args, **kwargs)
         if not (isinstance(file, io.TextIOWrapper) and file.writable() and users_line()):
             return file
-        given = _OPEN.bind(*args, **kwargs).arguments
-        return _Listened(
-            file, given.get("newline"), _Lines(self._note, "writes", f"{Path(str(file.name)).name}: ")
-        )
+        lines = _Lines(self._note, "writes", f"{Path(str(file.name)).name}: ")
+        return _Listened(file, _OPEN.bind(*args, **kwargs).arguments.get("newline"), lines)
 
     def _listen(self, stream: TextIO) -> None:
         lines = _Lines(self._note, "prints")

@@ -314,11 +314,10 @@ class Recorder:
             raise SystemExit(0)
         number = [*self._taken].index(optimizer)
         self._removed.before_step(optimizer)
-        names = {
-            id(tensor): f"optimizer {number}, tensor {at}" for at, tensor in enumerate(_stepped(optimizer))
-        }
+        stepped = _stepped(optimizer)
+        names = {id(tensor): f"optimizer {number}, tensor {at}" for at, tensor in enumerate(stepped)}
         names |= {id(tensor): name for name, tensor in self._named(nn.Module.named_parameters)}
-        named = [(names[id(tensor)], tensor) for tensor in _stepped(optimizer)]
+        named = [(names[id(tensor)], tensor) for tensor in stepped]
         step = {
             "parts": self._parts,
             "hyper": [hyper_of(group) | self._clips for group in optimizer.param_groups],
@@ -329,7 +328,7 @@ class Recorder:
         self._write(step)
         self._parts, self._clips = [], {}
         if self._nudge is not None:
-            self._add_rounding(_stepped(optimizer))
+            self._add_rounding(stepped)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._taken[optimizer] += 1
