@@ -365,12 +365,9 @@ def _tested_constant(test: ast.expr) -> tuple[ast.expr, object, bool] | None:
         case ast.UnaryOp(op=ast.Not(), operand=inner):
             inner_test = _tested_constant(inner)
             return inner_test and (*inner_test[:2], not inner_test[2])
-        case ast.Compare(left=left, ops=[ast.Is() | ast.Eq()], comparators=[ast.Constant(value=constant)]):
-            return left, constant, True
-        case ast.Compare(
-            left=left, ops=[ast.IsNot() | ast.NotEq()], comparators=[ast.Constant(value=constant)]
-        ):
-            return left, constant, False
+        case ast.Compare(left=left, ops=[op], comparators=[ast.Constant(value=constant)]):
+            is_known = isinstance(op, ast.Is | ast.Eq | ast.IsNot | ast.NotEq)
+            return (left, constant, isinstance(op, ast.Is | ast.Eq)) if is_known else None
         case ast.Name() | ast.Attribute():
             return test, True, True
     return None
