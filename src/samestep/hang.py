@@ -137,7 +137,8 @@ class Hang(NamedTuple):
         conflict = "; these are different calls, so no rank can go on" if self.is_deadlock else ""
         in_exchange = any(state.phase == "exchange" for state in (*self.waiting, *self.missing))
         if conflict and in_exchange and not any(state.raised for state in self.missing):
-            conflict += " (does each rank call backward() as often?)"
+            that = "make that call, and " if any(state.phase == "call" for state in self.missing) else ""
+            conflict += f" (does each rank {that}call backward() as often?)"
         return f"{' and '.join(parts)} for {self._for_whom()}{conflict}"
 
     def _for_whom(self) -> str:
@@ -217,5 +218,6 @@ def _of_step(step: int, word: str = "of") -> str:
 
 
 def _plural(doing: str) -> str:
-    verb, _, rest = doing.partition(" ")
-    return f"{ {'is': 'are', 'has': 'have', 'waits': 'wait'}.get(verb, verb) } {rest}".strip()
+    verbs = {"is": "are", "has": "have", "waits": "wait"}
+    parts = [part.partition(" ") for part in doing.split(", and ")]
+    return ", and ".join(f"{verbs.get(verb, verb)}{space}{rest}" for verb, space, rest in parts)

@@ -112,7 +112,7 @@ def state(rank, phase, waits, seconds=9.0, call="", step=4):
         ([("exchange", 4), ("exchange", 3)], None),  # which may wait for the rank of which nothing is known
         ([("exchange", 4), ("call", 4), ("exchange", 4)], "ranks 0, 2 have waited 9.0 s in the gradient exchange of "
          "step 4 for rank 1, which is in samestep.sum (train.py:9); these are different calls, so no rank can go on "
-         "(does each rank call backward() as often?)"),
+         "(does each rank make that call, and call backward() as often?)"),
         ([("call", 5), ("exchange", 4), ("forward", 3)], "rank 0 has waited 9.0 s in samestep.sum (train.py:9) and "
          "rank 1 has waited 9.0 s in the gradient exchange of step 4 for rank 2, which is in forward at step 4"),
         ([("exchange", 4), ("end", 3), ("exchange", 4)], "for rank 1, which has come to the end of the script"),
@@ -291,7 +291,13 @@ UNFINISHED = {
     ),
     "ends": (
         "join()\ntotal()\nthread.start()",
-        "the run has waited 10.* s for the end of rank 1, which has come to the end of the script, and is in _shutdown",
+        "the run has waited 10.* s for the end of rank 1, which has come to the end of the script, and "
+        "waits for its thread that is no daemon",
+    ),
+    "works": (
+        "join()\ntotal()\nthreading.Thread(target=lambda: time.sleep(99)).start()",
+        "the run has waited 10.* s for the end of rank 1, which has come to the end of the script, and "
+        "waits for its thread, which is in <lambda> .train.py:11.",
     ),
     "removed": (
         "join()\ntime.sleep(1)\nshutil.rmtree(os.environ['SAMESTEP_RUN'])\ntime.sleep(99)",

@@ -130,5 +130,5 @@ def test_a_process_that_lives_on_is_named_once_over_all_restarts(launcher):
 def test_a_script_without_init_is_said_not_to_be_watched_where_a_hang_timeout_is_written(launcher):
     launcher.write("import time\ntime.sleep(2)")
     code, _, err = launcher.run("-n", "2", "--hang-timeout", "0.5", "train.py")
-    says = "samestep: no rank has called samestep.init, without which --hang-timeout ends no hang"
+    says = "samestep: no rank has called samestep.init yet, and --hang-timeout ends no hang before that"
     assert (code, err.splitlines()) == (0, [says])

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import stat
 import time
 from contextlib import suppress
@@ -27,6 +28,7 @@ _MOST_RANKS = 10_000_000
 _MOST_LINES = 1000
 _MOST_CHARACTERS = 2000
 _ENDS = {0: "done", rundir.CHECKPOINTED: "stopped at a checkpoint", 124: "out of time", 130: "interrupted"}
+_ENDS |= {128 + number: f"stopped by {number.name}" for number in (signal.SIGTERM, signal.SIGHUP)}
 _JOB_ENDS = {"completed": "done", "timeout": "out of time", "node fail": "lost a node"}
 
 

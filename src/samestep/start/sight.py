@@ -51,6 +51,10 @@ def look_at(pid: int, stacks: int | None, thread: int = 0) -> Sight:
     frame = users_frame(stack)
     if dump and len(stack) < _MOST_FRAMES and not any(outer.name in _OUTERMOST for outer in stack):
         at = "" if not stack else f", and {(frame or stack[0]).doing}"
+        if stack and stack[0].name == "_shutdown":  # where Python waits for threads
+            threads = (users_frame(stack_in(part)) for part in dump.split("\n\n"))
+            of_thread = next(filter(None, threads), None)
+            at = f", and waits for its thread{f', which {of_thread.doing}' if of_thread else ' that is no daemon'}"
         return Sight(f"has come to the end of the script{at}", frame, has_left=True)
     for worker in _children(pid) if any(_LOADING in outer.file for outer in stack) else ():
         waits = f"waits for its loader worker (pid {worker}), which"
