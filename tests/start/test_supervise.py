@@ -348,7 +348,7 @@ def test_a_disk_that_fills_up_ends_the_logs_not_the_run(launcher):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", runs], check=True)
     try:
         launcher.write("for number in range(50_000):\n    print(number)")
-        code, out, err = launcher.run("-n", "1", "train.py")
+        code, out, err = launcher.run("-n", "2", "train.py")
     finally:
         subprocess.run(["umount", runs], check=True)
     assert code == 0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 
@@ -214,6 +214,7 @@ class _Run:
             "SAMESTEP_RUN": str(run),
         }
 
+        @cache  # once for all ranks
         def warn_log_lost(reason: str) -> None:
             self._terminal.say(f"logs in {run} cannot be written any more ({reason}); the run goes on")
 

@@ -160,7 +160,9 @@ class Watch:
             self._note_progress(now)
         elif self._limit_s and not self._is_blind and now - self._began >= self._limit_s:
             self._is_blind = True
-            self._say("samestep: no rank has called samestep.init yet, and --hang-timeout ends no hang before that")
+            self._say(
+                "samestep: no rank has called samestep.init yet, and --hang-timeout ends no hang before that"
+            )
         self._note_idle(now)
         self._gone = {worker.rank: not worker.is_alive or bool(worker.failure) for worker in workers}
         return self._tell(workers, now)
