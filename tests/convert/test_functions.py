@@ -220,3 +220,21 @@ def test_the_number_of_graphs_in_a_forward_is_only_a_size():
     loop = f"for x, batch, y in train:\n{STEP}".replace("model(x)", "model(x, batch)")
     assert not _of(f"{begin}{loop}").gaps
     assert _of(f"{begin}{loop}".replace("batch.max()", "x.max()")).gaps
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "(few if p.ndim < 2 else many).append(p)",
+        "if p.ndim < 2:\n            few.append(p)\n        else:\n            many.append(p)",
+    ],
+)
+def test_parameters_that_are_appended_to_lists_by_a_test_are_the_models(lines):
+    groups = "def groups(model):\n    many, few = [], []\n    for name, p in model.named_parameters():\n"
+    groups += f"        {lines}\n"
+    groups += '    return [{"params": many}, {"params": few, "weight_decay": 0.0}]\n'
+    begin = BEGIN.replace("model.parameters()", "groups(model)").replace(
+        "optimizer =", f"{groups}optimizer =", 1
+    )
+    assert not _of(f"{begin}for x, y in train:\n{STEP}").gaps
+    assert "samestep.replicate(model)" in _after(f"{begin}for x, y in train:\n{STEP}")

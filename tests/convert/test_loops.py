@@ -180,3 +180,37 @@ def test_samples_that_are_packed_after_they_are_gathered_are_noted():
 
 def _loop(lines):
     return "    for x, y in train:\n" + "".join(f"    {line}\n" for line in lines.splitlines())
+
+
+def test_outputs_that_are_collected_over_time_steps_stay_this_processs_rows():
+    lines = "    outs = []\n    for t in range(4):\n        outs.append(model(x * t))\n"
+    lines += f"    loss = F.mse_loss(torch.stack(outs, 1).mean(1), y)\n{LOSS}    total += loss.item()\n"
+    text = f"{BEGIN}total = 0\nfor x, y in train:\n{lines}print(total)\n"
+    assert not _of(text).gaps
+    assert "samestep.gather" not in _after(text)
+
+
+@pytest.mark.parametrize(
+    ("turns", "labels"),
+    [
+        ("[x * k for k in range(4)]", "torch.arange(4).repeat_interleave(len(x))"),
+        ("[x * k for k in range(4)]", "torch.cat([y] * 4)"),
+        ("[x, x * 2]", "torch.cat([y, y])"),
+    ],
+)
+def test_a_batch_that_is_turned_several_times_is_not_gathered_in_another_order(turns, labels):
+    """Processes have their samples once for each turn, one after another; a sum over them is exact."""
+    lines = f"    both, labels = torch.cat({turns}), {labels}\n    out = model(both)\n"
+    lines += f"    loss = F.cross_entropy(out, labels)\n{LOSS}    total += loss.item() * both.size(0)\n"
+    lines += "    right += (out.argmax(1) == labels).sum().item()\n"
+    text = f"{BEGIN}total = right = 0\nfor x, y in train:\n{lines}print(total, right)\n"
+    assert not _of(text).gaps
+    made = _after(text)
+    assert "samestep.gather" not in made
+    assert "total += samestep.mean(loss.item()) * samestep.sum(both.size(0))" in made
+    assert "if train.share: right +=" in made
+
+
+def test_the_mean_over_the_pieces_of_a_batch_that_was_turned_is_of_each_sample():
+    lines = f"    out = torch.stack(model(torch.cat([x, -x])).chunk(2)).mean(0)\n    loss = F.mse_loss(out, y)\n{LOSS}"
+    assert "samestep.mean" not in _after(f"{BEGIN}for x, y in train:\n{lines}")

@@ -201,6 +201,8 @@ class Expressions(Names):
             right = self.shown(node.right)
         if isinstance(node.left, ast.List) and right.kind == Kind.COUNT:
             return Value(Kind.ROWS)  # [length] * len(x)
+        if isinstance(node.op, ast.Mult) and left.kind == "list" and right.kind == Kind.ALIKE:
+            return Value("list", {None: join(*left.parts)}, models_of(left))  # [x] * 4
         is_shared = left.is_shared or right.is_shared
         result = combined(node.op, left, right) if is_shared else Value()
         result = self._pairs({left.kind, right.kind}) or result
@@ -312,9 +314,11 @@ class Expressions(Names):
         if value.kind == Kind.ROWS and isinstance(node, ast.DictComp):
             return Value(Kind.BATCH)
         is_element = value.kind in (Kind.ALIKE, "loader", "model", Kind.ROWS) and not are_rows
+        # not the parts of a batch, but the batch again and again
+        is_element &= value.kind != Kind.ROWS or loop_over.element.is_shared or kinds != {"plain"}
         if is_element or (kinds == {"plain"} and value.kind == Kind.PART):
             return value
-        return Value("list", {None: value}, value.models)
+        return Value("list", {None: replace(value, of=batches) if are_rows else value}, value.models)
 
     _setcomp = _generatorexp = _dictcomp = _listcomp
 

@@ -117,7 +117,7 @@ class Library(Rewrites, Expressions):
 
     def _of_list(self, node: ast.Call, base: Value, name: str, values: Values) -> Value:
         if name in ("append", "extend") and base.kind not in (Kind.BATCH, Kind.PART) and len(node.args) == 1:
-            return self.put(node, base, values[1])
+            return self.put(node, node.func.value, values[1])  # type: ignore[attr-defined]
         if name == "scale":
             return join(*values[1:])
         if name == "items" and (base.parts or base.is_shared):
@@ -355,7 +355,7 @@ class Library(Rewrites, Expressions):
         if name_of(node) == "open":
             return self._file(node)
         if name_of(node) in NAMED["spread"] and Kind.COUNT in {value.kind for value in values}:
-            return Value(Kind.ROWS)
+            return Value(Kind.VIEWS if name_of(node) == "repeat_interleave" else Kind.ROWS)
         values = [*values, *self._uses(values, node)]
         is_statement = isinstance(self.source.parents.get(node), ast.Expr)
         expressions = [value.value if isinstance(value, ast.Starred) else value for value in node.args]

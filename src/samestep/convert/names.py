@@ -5,8 +5,8 @@ import re
 from dataclasses import replace
 
 from samestep.convert.project import Scope
-from samestep.convert.totals import Totals
-from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, other
+from samestep.convert.totals import Totals, name_of
+from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, models_of, other
 
 _HOLDS = "holds values of this process's share"
 
@@ -39,11 +39,21 @@ class Names(Totals):
             del scope.names[known]
         if value.kind == Kind.ROWS and self.batches and name != "_":
             self.batches.rows = self.batches.rows or name
+        self._note_alias(scope, name, node)
+        if (
+            value.kind == Kind.VIEWS
+        ):  # gathered where it is made, or nowhere: what is counted of it must know that
+            value = replace(value, edits=(node,) if node is not None and value.edits else None)
+        origin = value.origin if node is None or value.kind == "loader" else (node, self.source, self.since)
+        # views are gathered where they are made, or nowhere: what is counted of them must know that
+        late = (node,) if node is not None and value.edits else None
+        edits = late if value.kind == Kind.VIEWS else value.edits
+        scope.names[name] = replace(value, since=self.since, origin=origin, edits=edits)
+
+    def _note_alias(self, scope: Scope, name: str, node: ast.expr | None) -> None:
         scope.aliases.pop(name, None)
         if (shared := _shared(node)) is not None or node is None:
             scope.aliases[name] = self.place_of(shared) if shared is not None else None
-        origin = value.origin if node is None or value.kind == "loader" else (node, self.source, self.since)
-        scope.names[name] = replace(value, since=self.since, origin=origin)
 
     def _filled(self, old: Value, value: Value, index: Value) -> Value:
         """The value of a container after an element with a variable index is set."""
@@ -53,6 +63,21 @@ class Names(Totals):
         if value.kind in ROWS or (is_mixed and not self.in_forward):
             return Value(Kind.OTHER, "is filled by this process's samples")
         return value if value.kind == "list" else join(old, value)
+
+    def put(self, node: ast.Call, receiver: ast.expr, value: Value) -> Value:
+        """Follow `append` or `extend` of a list, also of parameters, or of one of two lists, which a test chooses."""
+        if isinstance(receiver, ast.IfExp):
+            self.put(node, receiver.orelse, value)
+            return self.put(node, receiver.body, value)
+        base, (scope, name) = self.value(receiver), self.place_of(receiver)
+        value = self.total(node.args[0]) if self.is_lost(receiver, True) else value
+        around, is_flat = self.around(scope.find(name) or Value()), name_of(node) == "extend"
+        extended = self.extended(base, around, node.args[0], value, is_flat=is_flat)
+        if extended.is_shared:
+            scope.names[name] = extended
+        elif value.models:
+            scope.names[name] = replace(base, models=models_of(base, value))
+        return Value()
 
     def place_of(self, target: ast.AST) -> tuple[Scope, str]:
         """The scope that has a target's value, and its name there."""

@@ -36,7 +36,7 @@ numbered    arange linspace eye tril_indices triu_indices randperm
 loss        cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div
 weighted    crossentropy crossentropyloss nllloss
 made        ones zeros full rand randn empty randint normal uniform random
-spread      expand repeat new_zeros new_ones new_empty new_full
+spread      expand repeat repeat_interleave new_zeros new_ones new_empty new_full
 model       to cuda cpu train eval apply float double half requires_grad_
 kept        iter list tuple reversed islice tqdm trange float int abs cycle partial next
 list        append extend add update insert scale items values get pop setdefault copy
@@ -174,11 +174,20 @@ def _joined(name: str, tensors: Value, in_forward: int) -> Value:
     """The value of `cat`, or of `stack` with a new dimension before the samples'."""
     kinds = [part.kind for part in tensors.parts or (tensors,)]
     if name == "stack":
-        return Value(Kind.COLUMNS) if {*kinds} == {Kind.ROWS} else _by_rows(name, [tensors], in_forward)
+        return (
+            Value(Kind.COLUMNS)
+            if {*kinds} <= {Kind.ROWS, Kind.BATCH}
+            else _by_rows(name, [tensors], in_forward)
+        )
     is_mixed = Kind.ALIKE in kinds and not in_forward
     if is_mixed and {*kinds} & ROWS:
         return Value(Kind.OTHER, "joins samples of a share with what all processes have")
-    return Value(Kind.VIEWS) if kinds.count(Kind.ROWS) > 1 else _by_rows(name, [tensors], in_forward)
+    each = tensors.of.get(None) if tensors.kind == "list" else None
+    # a list that is not of a pass's batches has the same samples several times
+    are_views = kinds.count(Kind.ROWS) > 1 or (
+        each and each.kind == Kind.ROWS and not isinstance(each.of, Loop)
+    )
+    return Value(Kind.VIEWS) if are_views else _by_rows(name, [tensors], in_forward)
 
 
 def _by_rows(name: str, shared: Values, in_forward: int) -> Value:

@@ -193,7 +193,8 @@ class Totals(Following):
             is_name = text.replace(".", "").isidentifier()
             return (self.source.replaced(node, mean),) if is_part and is_name else None
         names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
-        is_late = any((self.frame.scope.find(name) or Value()).edits for name in names)
+        used = filter(None, map(self.frame.scope.find, names))
+        is_late = any(part.edits for part in used if part.kind != Kind.VIEWS)
         is_sum = value.kind in _SUMMED and not is_late and name_of(node) != "tolist"
         # a list of tensors is gathered after it has been joined
         is_joined = str(callee.of).startswith("torch.") and value.kind == Kind.ROWS
@@ -263,9 +264,9 @@ class Totals(Following):
         old = place[0].find(place[1]) or Value()
         if isinstance(node, ast.List) and len(node.elts) == 1:  # as append
             item = node.elts[0]
-            return self._extended(old, self.around(old), item, self.known[item], is_flat=False)
+            return self.extended(old, self.around(old), item, self.known[item], is_flat=False)
         if _makes_list(value.origin[0] if value.origin and isinstance(node, ast.Name) else node):
-            return self._extended(old, self.around(old), node, value, is_flat=True)
+            return self.extended(old, self.around(old), node, value, is_flat=True)
         batch, over_samples = self.around(old)
         if over_samples:
             adds = value.kind in (Kind.ALIKE, Kind.ROW, Kind.PART, Kind.COUNT)
@@ -325,18 +326,7 @@ class Totals(Following):
             return self.total(node)
         return value.bare if value.kind in ROWS else value
 
-    def put(self, node: ast.Call, base: Value, value: Value) -> Value:
-        """Follow `append` or `extend` of a list."""
-        receiver: ast.expr = node.func.value  # type: ignore[attr-defined]
-        scope, name = self.place_of(receiver)
-        value = self.total(node.args[0]) if self.is_lost(receiver, True) else value
-        around, is_flat = self.around(scope.find(name) or Value()), name_of(node) == "extend"
-        extended = self._extended(base, around, node.args[0], value, is_flat=is_flat)
-        if extended.is_shared:
-            scope.names[name] = extended
-        return Value()
-
-    def _extended(
+    def extended(
         self, base: Value, around: tuple[Loop | None, bool], node: ast.expr, value: Value, *, is_flat: bool
     ) -> Value:
         """A list after a value, or with `is_flat` its elements, are added to it."""
@@ -344,7 +334,7 @@ class Totals(Following):
         if over_samples and value.kind in (Kind.ROW, Kind.ALIKE):
             value = Value(Kind.OTHER, value.of) if value.of else Value(Kind.ROWS)
         rows = join(*value.parts) if value.kind == "list" else value
-        is_late = value.is_shared and self.may_total()
+        is_late = value.is_shared and self.may_total() and not (self.batches and rows.kind in ROWS)
         is_late &= value.kind not in (NUMBERS - {Kind.MEAN} if batch else NUMBERS)
         if batch is not None and rows.kind in ROWS:
             is_whole = rows.kind in (Kind.ROWS, Kind.BATCH) and self.guard(batch)
