@@ -214,3 +214,16 @@ def test_a_batch_that_is_turned_several_times_is_not_gathered_in_another_order(t
 def test_the_mean_over_the_pieces_of_a_batch_that_was_turned_is_of_each_sample():
     lines = f"    out = torch.stack(model(torch.cat([x, -x])).chunk(2)).mean(0)\n    loss = F.mse_loss(out, y)\n{LOSS}"
     assert "samestep.mean" not in _after(f"{BEGIN}for x, y in train:\n{lines}")
+
+
+def test_a_batch_that_is_laid_out_by_constants_is_that_of_all_processes():
+    """As the classes of an episode; a size of this process's samples, or of the rest, is none."""
+    lines = "    z = model(x).view(4, 2, -1)\n    loss = F.cross_entropy(-torch.cdist(z[:, 0], z[:, 1]), torch.arange(4))\n"
+    made = _after(f"{BEGIN}for x, y in train:\n{lines}{LOSS}")
+    assert (
+        "z = samestep.gather(model(x)).view(4, 2, -1)\n    loss = F.cross_entropy(-torch.cdist(z[:, 0]"
+        in made
+    )
+    for shape in ("-1, 3", "len(x), -1", "x.size(0), 3"):
+        lines = f"    loss = F.cross_entropy(model(x).view({shape}), y)\n{LOSS}"
+        assert "samestep.gather" not in _after(f"{BEGIN}for x, y in train:\n{lines}")

@@ -85,10 +85,18 @@ class Library(Rewrites, Expressions):
             shape = self.shape(base)
             return self.part_of(shape, at) if node.args else shape
         if name in ("view", "reshape", "expand") and base.kind in ROWS:
-            self.sized(node, node.func.value)  # type: ignore[attr-defined]
+            is_sized, first = self.sized(node, node.func.value), (*node.args, None)[0]  # type: ignore[attr-defined]
+            is_laid_out = name != "expand" and base.kind == Kind.ROWS and len(node.args) > 1 and not is_sized
+            if is_laid_out and self.batches and not self.in_forward and self._is_fixed(first):
+                return Value(Kind.OTHER, "is laid out for a whole batch")
             values = [value for value in values if value.kind != Kind.PART]  # view(batch * length, -1)
         values = self.together([node.func.value, *node.args], values)  # type: ignore[attr-defined]
         return self._of_tensors(name, node, values, node.args)
+
+    def _is_fixed(self, size: ast.expr | None) -> bool:
+        """Whether a size in a shape is not the rest of the shape, and the same on all ranks."""
+        is_rest = isinstance(size, ast.UnaryOp | ast.Starred) or getattr(size, "value", 0) == 1
+        return not is_rest and self.value(size).kind == Kind.ALIKE
 
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
         of = node.args[0] if len(dims) < len(node.args) else getattr(node.func, "value", node.func)
