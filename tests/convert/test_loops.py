@@ -218,8 +218,8 @@ def test_the_mean_over_the_pieces_of_a_batch_that_was_turned_is_of_each_sample()
 
 def test_a_batch_that_is_laid_out_by_constants_is_that_of_all_processes():
     """As the classes of an episode; a size of this process's samples, or of the rest, is none."""
-    lines = "    z = model(x).view(4, 2, -1)\n    loss = F.cross_entropy(-torch.cdist(z[:, 0], z[:, 1]), torch.arange(4))\n"
-    made = _after(f"{BEGIN}for x, y in train:\n{lines}{LOSS}")
+    lines = "    z = model(x).view(4, 2, -1)\n    loss = F.cross_entropy(-torch.cdist(z[:, 0], z[:, 1]), labels)\n"
+    made = _after(f"{BEGIN}labels = torch.arange(4)\nfor x, y in train:\n{lines}{LOSS}")
     assert (
         "z = samestep.gather(model(x)).view(4, 2, -1)\n    loss = F.cross_entropy(-torch.cdist(z[:, 0]"
         in made
