@@ -35,8 +35,9 @@ def numbers(value: object) -> Tensor | None:
             return dense.contiguous().view(torch.uint8)
         return dense
     items = value if isinstance(value, (list, tuple)) else [value]
-    dtypes = {bool: torch.bool, int: torch.int64, int | float: torch.float64}
-    for kinds, dtype in (dtypes | {int | float | complex: torch.complex128}).items():
+    kinds_of = {torch.bool: bool, torch.int64: int, torch.float64: int | float}
+    kinds_of[torch.complex128] = int | float | complex
+    for dtype, kinds in kinds_of.items():
         if all(isinstance(item, kinds) for item in items):
             try:
                 return torch.tensor(value, dtype=dtype)

@@ -69,7 +69,9 @@ class Guardian(Popen[bytes]):
 
     def __init__(self) -> None:
         command = [sys.executable, "-I", "-S", str(_GUARDIAN)]
-        super().__init__(command, 0, None, PIPE, DEVNULL, DEVNULL, start_new_session=True)
+        super().__init__(
+            command, bufsize=0, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
+        )
 
     def watch(self, group: int, sign: str = "+") -> None:
         """Kill this process group when this process ends; sign `-`: the group has already ended."""
