@@ -44,7 +44,7 @@ class Expressions(Names):
             value = replace(value, kind="own")
         self.known[node] = value
         if value.is_shared and not self.may_total():
-            self.findings.alone[self.source, self.source.start(node)] = None
+            self.findings.alone.add((self.source, self.source.start(node)))
         if value.is_shared and value.edits is None:
             self.known[node] = value = replace(value, edits=self.edits_of(node, value))
         return value

@@ -92,7 +92,7 @@ class Follower(Calls):
             source, kind = edit.source, edit.text.partition("(")[0]
             adds = kind in ("samestep.sum", "samestep.gather")
             is_total = adds or kind == "samestep.mean"
-            spans = findings.alike if adds else findings.mixed if ".share" in edit.text else {}
+            spans = findings.alike if adds else findings.mixed if ".share" in edit.text else set()
             spans = spans | findings.guarded if is_total else spans
             is_alike = any(file is source and start <= edit.start < end for file, start, end in spans)
             is_alike |= is_total and kinds.setdefault((source, edit.start), kind) != kind

@@ -346,7 +346,7 @@ class Library(Rewrites, Expressions):
 
     def _uses(self, values: Values, node: ast.Call) -> Iterator[Value]:
         """The results of lambdas among the arguments that depend on a share, as they capture values."""
-        known = dict(self.findings.alike)
+        known = set(self.findings.alike)
         for function in [value.of for value in values if value.kind == "function"]:
             result = self.run(function, [function.bound] if function.bound else [], {}, node)
             if isinstance(function.node, ast.Lambda) and result.is_shared:

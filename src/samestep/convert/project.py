@@ -132,12 +132,12 @@ class Findings:
     losses: dict[str, tuple[Source, ast.AST]] = field(default_factory=dict)
     sites: dict[Site, None] = field(default_factory=dict)
     # places that some ranks may reach without the others
-    alone: dict[tuple[Source, int], None] = field(default_factory=dict)
-    alike: dict[Span, None] = field(default_factory=dict)  # values equal on all ranks that are used
+    alone: set[tuple[Source, int]] = field(default_factory=set)
+    alike: set[Span] = field(default_factory=set)  # values equal on all ranks that are used
     over: dict[Span, str] = field(default_factory=dict)  # what loops iterate over
     beside: dict[Span, str] = field(default_factory=dict)  # whether operands are beside values of all samples
-    guarded: dict[Span, None] = field(default_factory=dict)  # statements for ranks with a share alone
-    mixed: dict[Span, None] = field(default_factory=dict)  # loops over batches that also iterate over others
+    guarded: set[Span] = field(default_factory=set)  # statements for ranks with a share alone
+    mixed: set[Span] = field(default_factory=set)  # loops over batches that also iterate over others
 
     def edit(self, *edits: Edit | None) -> None:
         self.edits.update({edit: None for edit in edits if edit is not None})
@@ -220,7 +220,7 @@ class Following:
     def seen_alike(self, node: ast.AST) -> None:
         """Note that an expression is equal on all ranks, if no part of it depends on a share."""
         if not any(self.known[part].is_shared for part in ast.walk(node) if part in self.known):
-            self.findings.alike[self.span(node)] = None
+            self.findings.alike.add(self.span(node))
 
     def comes_together(self) -> None:
         """Note that all ranks must reach this statement: it calls or trains a model."""
@@ -233,7 +233,7 @@ class Following:
         loop.lends = loop.kind == "batches" and not (self.without_gradients or self.in_eval)
         self.loops.append(loop)
         if self.findings.over.setdefault(self.span(node), loop.kind) != loop.kind:
-            self.findings.mixed[self.span(node)] = None
+            self.findings.mixed.add(self.span(node))
         if loop.call is not None:
             self.passes.append(loop)
 

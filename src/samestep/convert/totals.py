@@ -51,7 +51,7 @@ class Totals(Following):
             self.apply(value.edits)
             names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
             totals = [name for name in names if self.known.get(name, value).of == _TOTAL]
-            self.findings.alike.update(dict.fromkeys(map(self.span, totals)))
+            self.findings.alike.update(map(self.span, totals))
         elif self.may_total():
             self.gap(
                 node,
@@ -250,7 +250,7 @@ class Totals(Following):
             return False
         start = source.start(statement)
         self.findings.edit(Edit(source, start, start, f"if {loop.text}.share: "))
-        self.findings.guarded[source, start, source.end(statement)] = None
+        self.findings.guarded.add((source, start, source.end(statement)))
         return True
 
     def around(self, value: Value) -> tuple[Loop | None, bool]:
