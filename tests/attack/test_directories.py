@@ -216,7 +216,7 @@ def test_stop_signals_nobody_and_a_number_that_is_taken_again_is_no_running_laun
             RECORD | {"host": os.uname().nodename, "pid": other.pid, "started": 1.7e9},
         )
         done = look("stop", "hostile")
-        assert "is ended without a result, so there is nothing to stop" in done.output
+        assert "has ended (ended without a result), so there is nothing to stop" in done.output
         assert other.poll() is None
         other.communicate()
         assert other.returncode in (0, 1)

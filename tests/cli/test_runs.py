@@ -125,7 +125,7 @@ def test_logs_shows_one_rank_or_all(home):
             ["submit", "--gres", "gpu:1", "train.py"],
             "no such option '--gres'; --option gives sbatch its own, as",
         ),
-        (["stop"], "is failed (7), so there is nothing to stop"),
+        (["stop"], "has ended (failed (7)), so there is nothing to stop"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(home, words, said):

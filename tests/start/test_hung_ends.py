@@ -1,5 +1,6 @@
 """A run that hangs ends when it is asked to, or when its time is over, and goes on where restarts are on."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -132,3 +133,20 @@ def test_a_script_without_init_is_said_not_to_be_watched_where_a_hang_timeout_is
     code, _, err = launcher.run("-n", "2", "--hang-timeout", "0.5", "train.py")
     says = "samestep: no rank has called samestep.init yet, and --hang-timeout ends no hang before that"
     assert (code, err.splitlines()) == (0, [says])
+
+
+@pytest.mark.slow
+def test_status_names_a_rank_that_does_not_come_to_init(launcher):
+    launcher.write(
+        "import os, time, samestep\nif os.environ['RANK'] == '1':\n    time.sleep(99)\nsamestep.init()"
+    )
+    run = launcher.start("-n", "2", "--fork", "--hang-timeout", "12", "train.py")
+    status, said = [sys.executable, "-m", "samestep", "status"], ""
+    while run.process.poll() is None and "waited" not in said:
+        time.sleep(0.5)
+        said = subprocess.run(status, cwd=launcher.home, capture_output=True, text=True).stdout
+    assert "\n  rank 1    has not come to samestep.init\n" in said
+    assert re.search(
+        "rank 0 has waited .* in samestep.init .* for rank 1, which has not come to samestep.init\n", said
+    )
+    assert run.finish()[0] == 1

@@ -26,7 +26,9 @@ def command(run: str | None) -> None:
     """
     chosen_run = find_run(run)
     if chosen_run.is_over:
-        raise UsageError(f"{harmless(chosen_run.path)} is {chosen_run.state}, so there is nothing to stop")
+        raise UsageError(
+            f"{harmless(chosen_run.path)} has ended ({chosen_run.state}), so there is nothing to stop"
+        )
     # in its directory, not where a link leads
     with open_directory(chosen_run.path) as dir_fd, suppress(FileExistsError):
         os.close(os.open(STOP, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))

@@ -136,8 +136,9 @@ def load_part(name: str, part: Part, state: Any) -> None:
     except SamestepError:
         raise
     except Exception as error:
+        why = printable(" ".join(str(error).split()), 400)  # torch's are of several lines
         raise CheckpointError(
-            f"the checkpoint's {name} does not fit this run's ({printable(error, 400)}); use the parts it was made "
+            f"the checkpoint's {name} does not fit this run's ({why}); use the parts it was made "
             "with, or another directory"
         ) from error
     if isinstance(part, Optimizer):
