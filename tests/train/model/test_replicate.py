@@ -318,6 +318,28 @@ def test_a_parameter_of_two_replicas_is_an_error_on_several_ranks(world):
     samestep.replicate(second)
 
 
+def test_an_encoder_that_was_trained_is_tuned_in_another_model(world):
+    encoder, heads = nn.Linear(3, 4).double(), [nn.Linear(4, size).double() for size in (2, 3)]
+    models = [nn.Sequential(encoder, head) for head in heads]
+    loader = samestep.loader(TensorDataset(inputs(5)), 5)
+    for model in models:
+        samestep.replicate(model)
+        for (x,) in loader:
+            model.zero_grad()
+            model(x).square().mean().backward()
+            whole = samestep.gather(x)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
+    plain.load_state_dict(models[1].state_dict())
+    plain(whole).square().mean().backward()
+    assert torch.allclose(encoder.weight.grad, plain[0].weight.grad)
+    if world.size > 1:
+        batches = iter(loader)
+        (x,) = next(batches)
+        loss = models[0](x).square().mean()
+        with pytest.raises(UsageError, match="reached Sequential, which was not called in this batch"):
+            loss.backward()
+
+
 def test_replicating_a_model_twice_is_an_error_at_any_size(world):
     model = samestep.replicate(made())
     with pytest.raises(UsageError, match="this model is replicated already; call replicate once"):

@@ -111,19 +111,24 @@ class Replica:
         if is_as_before and [parameter.requires_grad for parameter in parameters] == self._was_trained:
             return
         check_alike(self.model, self._group)
-        # the old reducer's hooks would exchange gradients too, until it is freed
-        del self.ddp.logger, self.ddp.reducer
-        self._remove_hooks()
+        self._unwrap()
         self._wrap()
+
+    @property
+    def has_trained(self) -> bool:
+        return self._called_at >= 0
 
     @property
     def own_hooks(self) -> set[int]:
         """The ids of the hooks that this replica has registered."""
         return {handle.id for handle in self._hooks}
 
-    def _remove_hooks(self) -> None:
+    def _unwrap(self) -> None:
+        if self.ddp is not None:
+            # the reducer's hooks would exchange gradients too, until it is freed
+            del self.ddp.logger, self.ddp.reducer
+        self.ddp, self._drops_gradients = None, False
         _remove(self._hooks)
-        self._drops_gradients = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         share = self._spine.origins.share_of(args, kwargs)
@@ -315,8 +320,7 @@ class Replica:
         for name in _PATCHED:
             self.model.__dict__.pop(name, None)
         self.model.__dict__.update(self.overwritten)
-        self._remove_hooks()
-        self.ddp = None
+        self._unwrap()
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -27,7 +27,7 @@ from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
 from samestep.train.model.divergence import Divergence, check_every
 from samestep.train.model.exchange import broadcast, check_alike
 from samestep.train.model.layouts import note_layouts
-from samestep.train.model.replica import replica_of
+from samestep.train.model.replica import Replica, replica_of
 from samestep.train.model.replicas import Replicas
 from samestep.train.model.tree import Tree
 from samestep.train.optimizers import Optimizers
@@ -198,17 +198,24 @@ def _check_device(model: torch.nn.Module, own: torch.device) -> None:
 
 
 def _check_own(model: torch.nn.Module, replicas: Replicas) -> None:
-    """Raise where a trained parameter belongs to another replica too: both would exchange its gradient."""
+    """Raise where a trained parameter belongs to another replica too: both would exchange its gradient.
+
+    A replica that has been trained is one no more, as of an encoder that is now to be tuned together with a new head.
+    """
     trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
-    def shared() -> Iterator[tuple[str, str]]:
+    def shared() -> Iterator[tuple[str, Replica]]:
         for replica in replicas:
             names = (trained.get(id(weight)) for weight in replica.model.parameters() if weight.requires_grad)
-            yield from ((name, type(replica.model).__name__) for name in names if name)
+            yield from ((name, replica) for name in names if name)
 
     if any(shared()):
         gc.collect()  # a model and its replica refer to each other, so a deleted model may still be in memory
-    for name, kind in shared():
+    over = [replica for _, replica in shared() if replica.has_trained]
+    while over:
+        over.pop().leave()
+    for name, replica in shared():
+        kind = type(replica.model).__name__
         raise UsageError(
             f"replicate got a {type(model).__name__} whose parameter {name} is also of a {kind} that is replicated "
             "already, and only one of them can exchange its gradient; hold both in one torch.nn.Module that calls "
