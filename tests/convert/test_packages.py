@@ -126,6 +126,15 @@ def test_a_module_is_found_where_it_stands_although_no_folder_is_a_package():
     assert len(convert(Path("cells/train.py"), is_module=True).files) == 2
 
 
+@pytest.mark.parametrize(("line", "files"), [("from . import data", 2), ("from .. import data", 1)])
+def test_a_relative_import_beside_a_script_in_the_working_directory_is_followed(line, files):
+    """The path of its folder is empty, and has no folder above: convert ended with a ValueError or an IndexError."""
+    Path("data.py").write_text(f"import torch\n{BEGIN}")
+    Path("train.py").write_text(f"{line}\n{BEGIN}for x, y in train:\n{STEP}")
+    found = convert(Path("train.py"))
+    assert len(found.files) == files
+
+
 def test_a_file_that_a_function_writes_and_the_script_reads_is_listed():
     """Each rank but the first wrote to /dev/null, and read the file while rank 0 was still writing it."""
     text = f"""import os
