@@ -104,6 +104,14 @@ def test_the_script_of_a_project_is_kept_though_it_does_not_change():
     assert not Path("cells/model_serial.py").exists()
 
 
+def test_a_module_that_is_in_no_package_is_tested_by_its_own_name():
+    Path("train.py").write_text(BEGIN + "for x, y in train:\n" + STEP)
+    assert (
+        "\ntest it: samestep verify --against train_serial -m train\n"
+        in _run("--write", "-m", "train").stdout
+    )
+
+
 @pytest.mark.parametrize("how", ["cells/train.py", "src/cells/train.py", "-m cells.train", "-m cells"])
 def test_a_package_imports_its_modules_by_its_name(how):
     folder = Path("src/cells" if "src" in how else "cells")

@@ -50,10 +50,12 @@ def command(script: str, write: bool, is_module: bool) -> None:
         for gap in conversion.gaps:
             click.echo(f"  {gap}", err=True)
     elif write and conversion.files:
-        found = [("", str(path)), ("", str(_copy_of(path)))]
-        if is_module or imports_relatively(path):
-            found = [as_module(path), as_module(_copy_of(path))]
-        (before, name), (_, serial) = found
+        copy = _copy_of(path)
+        before, name, serial = "", str(path), str(copy)
+        if is_module:
+            name, serial = f"-m {script}", ".".join(copy.with_suffix("").parts)
+        elif imports_relatively(path):
+            (before, name), (_, serial) = as_module(path), as_module(copy)
         click.echo(f"test it: {before}samestep verify --against {serial.removeprefix('-m ')} {name}")
     raise SystemExit(1 if conversion.gaps else 0)
 
