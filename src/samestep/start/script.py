@@ -144,7 +144,8 @@ class _Run:
             say = self._terminal.say if launchers.node == 0 else str
             is_again = self._restarts.past.generation > 0
             limit_s, share = script.hang_timeout_s, launchers.share
-            watch = Watch(run, total, say, limit_s, share, is_again=is_again, named=self._named)
+            watch = Watch(run, total, say, limit_s, share, is_again=is_again)
+            watch.named = self._named
             stack.enter_context(closing(watch))
             if stop_signal is not None:
                 watch.ask_to_stop(stop_signal)  # this start commits the state in memory, and ends

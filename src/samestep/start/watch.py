@@ -47,14 +47,11 @@ class Watch:
         share: Callable[[Sequence[RankState]], list[RankState]] = lambda _: [],
         *,
         is_again: bool = False,
-        named: set[psutil.Process] | None = None,
     ) -> None:
-        """`limit_s` ends a hung run, by default init's timeout; `share` exchanges states with other nodes. `named`: the
-        processes that were named in earlier starts.
-        """
+        """`limit_s` ends a hung run, by default init's timeout; `share` exchanges states with other nodes."""
         self._run, self._size, self._say = run, size, say
         self._limit_s, self._share, self._is_again = limit_s, share, is_again
-        self._is_blind, self._named = False, set[psutil.Process]() if named is None else named
+        self._is_blind, self.named = False, set[psutil.Process]()  # what was named that lives on
         self._look_at = self._awake_at = 0.0
         self._paces: deque[float] = deque(maxlen=_MOST_PACES)  # seconds of the latest steps
         self._step, self._phases = -1, list[tuple[str, int, int]]()
@@ -189,8 +186,8 @@ class Watch:
                 if is_named or (rank is not None and process.create_time() <= self._pulses[rank].unix):
                     left.append(process)
         alive = psutil.wait_procs(left, max(grace_s, _LATE_S))[1]
-        for process in [process for process in alive if process not in self._named][:_MOST_LOOKED_AT]:
-            self._named.add(process)
+        for process in [process for process in alive if process not in self.named][:_MOST_LOOKED_AT]:
+            self.named.add(process)
             with suppress(psutil.Error):
                 pid, rank = process.pid, daemons.get(process.pid)
                 name = printable(" ".join(process.cmdline()), _MOST_SHOWN)

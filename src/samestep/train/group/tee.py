@@ -49,15 +49,15 @@ def _note_end(pid: int) -> bool:
         return False
     if (number := _signal_of(pid)) in _STOPS:
         return False
-    said = f"killed by {signal.Signals(number).name}" if number else _ENDED
-    failure = {"exception": said, "group": "", "cause": "", "frames": [], "pid": pid}
+    said, code = (f"killed by {signal.Signals(number).name}", 128 + number) if number else (_ENDED, 1)
+    failure = {"exception": said, "group": "", "cause": "", "frames": [], "code": code, "pid": pid}
     with suppress(OSError, ValueError, KeyError):
         with suppress(FileNotFoundError), open(sys.argv[5], "rb") as file:
             if json.load(file)["pid"] == pid:
                 return False
         how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with open(os.open(f"{sys.argv[5]}.new", how, 0o600), "w", encoding="utf-8") as new:
-            json.dump(failure | {"code": 128 + number if number else 1}, new)
+            json.dump(failure, new)
         os.replace(f"{sys.argv[5]}.new", sys.argv[5])
     return False
 
