@@ -217,3 +217,36 @@ def test_augmentation_in_the_data_set_is_no_mistake_of_a_conversion_and_hides_no
     assert report.exit_code == code, report.lines
     assert said in str(report)
     assert [cause.removed for cause in report.causes if cause.is_harmless] == ["augment"]
+
+
+@pytest.mark.slow
+def test_batches_that_the_untouched_script_repeats_by_itertools_cycle_are_those_of_its_conversion(
+    nest, tmp_path
+):
+    serial, converted = tmp_path / "train_serial.py", tmp_path / "train.py"
+    text = """
+import itertools
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+train = DataLoader(TensorDataset(torch.randn(10, 3)), batch_size=4, shuffle=True)
+model = torch.nn.Linear(3, 1)
+batches = itertools.cycle(train)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(7):
+    (x,) = next(batches)
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(sum(p.sum().item() for p in model.parameters()))
+"""
+    serial.write_text(text)
+    text = text.replace("DataLoader(Tensor", "samestep.loader(Tensor").replace(
+        "itertools.cycle(train)", "train.cycle()"
+    )
+    converted.write_text(
+        "import samestep" + text.replace("torch.nn.Linear(3, 1)", "samestep.replicate(torch.nn.Linear(3, 1))")
+    )
+    report = verify([str(converted)], [1, 2], against=[str(serial)], run=Forked(nest))
+    assert report.exit_code == 0

@@ -4,6 +4,7 @@ Covered: samples, inputs, losses, gradients, parameters, buffers and hyper-param
 Not covered: optimizers that are not torch's.
 """
 
+import itertools
 import json
 import math
 import os
@@ -109,6 +110,8 @@ class Recorder:
         wrap(nn.utils, "clip_grad_norm_", partial(self._clip, "max_norm"), nn.utils.clip_grad)
         wrap(nn.utils, "clip_grad_value_", partial(self._clip, "clip_value"), nn.utils.clip_grad)
         wrap(DataLoader, "__iter__", self._iterate)
+        if self._untouched:
+            self._follow_cycles()
         wrap(BaseProcess, "start", self._start_process)
         wrap(Spine, "hand_out", self._hand_out)
         wrap(Spine, "leave_pass", self._leave_pass)
@@ -261,6 +264,24 @@ class Recorder:
         if "loaders" in self._removed:
             return iter(self._removed.loader(loader))
         return self._handed_out(original(loader)) if self._untouched else original(loader)
+
+    def _follow_cycles(self) -> None:
+        """Note the batches that `itertools.cycle` repeats: it asks a DataLoader for those of one pass alone."""
+        original, again = itertools.cycle, self._again
+
+        class Cycle(itertools.cycle):  # type: ignore[type-arg]
+            def __new__(cls, iterable: Any) -> Any:
+                return again(iter(iterable)) if isinstance(iterable, DataLoader) else original(iterable)
+
+        itertools.cycle = Cycle  # type: ignore[misc]
+
+    def _again(self, batches: Iterator[Any]) -> Iterator[Any]:
+        kept = []
+        for batch in batches:
+            kept.append(batch)
+            yield batch
+        while kept:
+            yield from self._handed_out(iter(kept))
 
     def _handed_out(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
