@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Te
 import samestep
 from samestep import RanksDiffer, UsageError
 from samestep.train.backward import Backward
-from samestep.train.data.loader import _Begun
 from samestep.train.draws.draws import Draws
-from samestep.train.forgotten import Evaluations
+from samestep.train.forgotten import Begun, Evaluations
 from samestep.train.group.world import joined
 from samestep.train.step import Spine
 
@@ -342,7 +341,7 @@ def test_a_loader_made_anew_in_every_epoch_is_said_to_repeat_its_order(world):
     data = TensorDataset(X, Y)
 
     def repeated(*seeds):
-        joined()._members.pop(_Begun, None)
+        joined()._members.pop(Begun, None)
         with redirect_stderr(StringIO()) as said:
             for seed in seeds:
                 for x, y in samestep.loader(data, 6, shuffle=True, seed=seed):
@@ -353,7 +352,7 @@ def test_a_loader_made_anew_in_every_epoch_is_said_to_repeat_its_order(world):
     assert repeated(3, 3, 3) == (world.rank == 0)
     assert repeated(None, None, None) == 0
     once = samestep.loader(data, 6, shuffle=True, seed=3)
-    joined()._members.pop(_Begun, None)
+    joined()._members.pop(Begun, None)
     with redirect_stderr(StringIO()) as said:
         for _ in range(3):
             for x, y in once:

@@ -40,10 +40,6 @@ class Names(Totals):
         if value.kind == Kind.ROWS and self.batches and name != "_":
             self.batches.rows = self.batches.rows or name
         self._note_alias(scope, name, node)
-        if (
-            value.kind == Kind.VIEWS
-        ):  # gathered where it is made, or nowhere: what is counted of it must know that
-            value = replace(value, edits=(node,) if node is not None and value.edits else None)
         origin = value.origin if node is None or value.kind == "loader" else (node, self.source, self.since)
         # views are gathered where they are made, or nowhere: what is counted of them must know that
         late = (node,) if node is not None and value.edits else None

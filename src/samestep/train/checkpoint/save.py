@@ -20,7 +20,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
 
     path: the file, in a directory that exists. An old file stays as it is until the new one is complete.
     state: what torch.save takes, best a state_dict. What the other ranks pass is not used.
-    A rank whose path is another one, as in a temporary directory of its own, gets a copy there.
+    A rank whose path is in another directory, as in a temporary one of its own, gets a copy there.
 
     Raises CheckpointError on every rank if the file cannot be written.
 
@@ -35,11 +35,11 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
             f"save writes {path} in torch's format, which is not that of safetensors; write "
             "samestep.save('model.pt', state), and safetensors.torch.save_file on rank 0 for the other"
         )
-    failure, own = "", os.path.realpath(path)
+    failure, own = "", os.path.abspath(path)
     if joined().world.rank == 0:
         with joined().within("checkpoint", f"samestep.save ({users_line()})"):
             try:
-                write_atomically(Path(own), lambda file: torch.save(state, file))
+                write_atomically(Path(os.path.realpath(path)), lambda file: torch.save(state, file))
             except Exception as error:  # of any kind: the other ranks wait for the result
                 reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
                 failure = f"{path} cannot be written ({reason}); what was there is intact"
@@ -50,8 +50,10 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     if joined().world.rank == 0:
         _remark_others(path)
     if {path for _, path in answers} != {written}:
-        if own != written and os.path.isdir(os.path.dirname(own)):
-            with suppress(OSError):  # rank 0's file is on another machine, or this rank may not write
+        directory, name = os.path.split(own)
+        with suppress(OSError):  # rank 0's file is on another machine, or this rank may not write
+            is_elsewhere = not os.path.samefile(directory, os.path.dirname(written))
+            if is_elsewhere and name == os.path.basename(written):
                 write_atomically(Path(own), Path(written).read_bytes())
         joined().all_gather("samestep.save", None)  # rank 0 may remove its directory
 
