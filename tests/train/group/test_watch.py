@@ -278,6 +278,17 @@ def test_a_run_of_mpirun_that_a_rank_left_by_os_exit_names_that_rank_its_line_an
 
 @pytest.mark.slow
 @pytest.mark.mpi
+def test_a_run_of_mpirun_that_its_ranks_leave_by_os_exit_0_is_done(tmp_path):
+    (tmp_path / "train.py").write_text("import os, samestep\nsamestep.init()\nsamestep.sum(1)\nos._exit(0)\n")
+    command = f"mpirun.openmpi --allow-run-as-root --oversubscribe -n 2 {sys.executable} train.py"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
+    assert subprocess.run(command.split(), env=env, cwd=tmp_path).returncode == 0
+    (run,) = list_runs(tmp_path / "runs")
+    assert run.state == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
 @pytest.mark.parametrize("launcher", ["mpirun.openmpi --allow-run-as-root --oversubscribe -n 3", "torchrun"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_of_another_launcher_names_the_rank_that_was_killed(tmp_path, launcher, rank):
