@@ -5,7 +5,7 @@ nor model/ imports the other; both import this module.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,17 @@ class Spine(Member):
         if this.training:
             self.batches += 1
             self._position = (self._position[0], this.epoch, share.batch_start + share.all)
+
+    def stepped(self, this: Pass, handed_out: Iterable[tuple[Any, Share]]) -> Iterator[Any]:
+        """Yield the batches of a pass that has begun, each of them one step, and tell the subscribers."""
+        try:
+            for batch, share in handed_out:
+                self.begin_step(share)
+                yield batch
+                self.tell(Subscriber.step_ends, share)
+            self.end_pass(this)
+        finally:
+            self.leave_pass(this)
 
     def begin_step(self, share: Share) -> None:
         self.tell(Subscriber.step_begins, share)

@@ -43,7 +43,6 @@ from samestep.train.meter import Meter
 from samestep.train.optimizers import Optimizers
 from samestep.train.passes import Pass, Share
 from samestep.train.step import Spine
-from samestep.train.subscriber import Subscriber
 
 Kind = TypeVar("Kind", bound="Loader[Any]")
 _DRAWN_ALIKE = "seed what draws them on every rank, and draw them before the first batch, or with same=True"
@@ -201,20 +200,19 @@ class Loader(Generic[Item]):
             order = given.of.order  # a pass does not keep it alive
             kept.append((batch, given, given.of.ragged, self._share))
             yield batch
+
+        def handed_out(this: Pass) -> Iterator[tuple[Item, Share]]:
+            for batch, given, ragged, self._share in kept:
+                this.note(given.all)
+                own = replace(given, of=this, step=spine.steps)
+                spine.hand_out(own, batch, ragged)
+                yield batch, own
+
         while kept:
             this = Pass(self, self.epoch, training=spine.is_training(self._shuffle))
             this.take_order(order, given.of.seed)
             spine.begin_pass(this)
-            try:
-                for batch, given, ragged, self._share in kept:
-                    this.note(given.all)
-                    spine.hand_out(own := replace(given, of=this, step=spine.steps), batch, ragged)
-                    spine.begin_step(own)
-                    yield batch
-                    spine.tell(Subscriber.step_ends, own)
-                spine.end_pass(this)
-            finally:
-                spine.leave_pass(this)
+            yield from spine.stepped(this, handed_out(this))
 
     def epochs(self, count: int) -> Iterator[int]:
         """The remaining epochs of `count` in all, beginning with the epoch in which this loader is."""
@@ -321,25 +319,23 @@ class Loader(Generic[Item]):
         return order
 
     def _walk(self, this: Pass, drawn: Drawn | None, steps: Sequence[Any] | None) -> Iterator[Any]:
-        """Yield the batches step by step, and tell the spine."""
-        spine, order = self._spine, self._draw_order(this) if drawn is None else drawn
+        """Yield the batches of a pass."""
+        order = self._draw_order(this) if drawn is None else drawn
         pieces = self._pieces_of(order) if isinstance(order, TakenBatches | Reading) else steps or ()
         ahead, steps_to_take = itertools.tee(pieces)
         batches = self._read(order, ahead, this)
-        try:
+
+        def handed_out() -> Iterator[tuple[Any, Share]]:
             for step in steps_to_take:
-                for batch, handed_out in self._handed_out(step, batches, this):
-                    self._consume(order, handed_out)
-                    spine.begin_step(handed_out)
-                    yield batch
-                    spine.tell(Subscriber.step_ends, handed_out)
+                for batch, own in self._handed_out(step, batches, this):
+                    self._consume(order, own)
+                    yield batch, own
             next(batches, None)
             if isinstance(order, Taken):
                 order.compare_last()
-            spine.end_pass(this)
-            self._has_evaluated = not torch.is_grad_enabled()
-        finally:
-            spine.leave_pass(this)
+
+        yield from self._spine.stepped(this, handed_out())
+        self._has_evaluated = not torch.is_grad_enabled()
 
     def _planned(self, order: Drawn, piece: Any, this: Pass) -> Iterator[Planned]:
         """The samples to read for a batch; none in an evaluation if this rank has no share of it."""
