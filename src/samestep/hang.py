@@ -10,6 +10,7 @@ from typing import NamedTuple
 from samestep.rundir import WAITS, PulseReading
 from samestep.text import duration, name_ranks
 
+ABSENT = "has not come to samestep.init"  # what a rank does that has written no pulse
 LEAST_S = 5.0  # the shortest wait that is reported as a hang
 GONE_S = 8.0  # how long ranks may wait for a rank that has ended
 NEW_ORDER = ", for the first time after "  # in the name of a model whose gradients are exchanged out of turn

@@ -5,11 +5,9 @@ import time
 import click
 
 from samestep.cli.output import harmless, print_json, verb
-from samestep.hang import LEAST_S, RankState, find_hang, state_of
+from samestep.hang import ABSENT, LEAST_S, RankState, find_hang, state_of
 from samestep.measure.runs import find_run
 from samestep.text import counted, figures
-
-_ABSENT = "has not come to samestep.init"
 
 
 @verb("samestep status")
@@ -34,7 +32,7 @@ def command(run: str | None, as_json: bool) -> None:
         place = {"step": pulse.step, "epoch": pulse.epoch + 1}
         ranks.append({"rank": rank, "device": pulse.device, **place, "age_s": age_s})
     absent = [rank for rank in target.logs if target.pulses and rank not in target.pulses]
-    states += [RankState(rank, -1, "start", "", 0, 0.0, does=_ABSENT) for rank in absent]
+    states += [RankState(rank, -1, "start", "", 0, 0.0, does=ABSENT) for rank in absent]
     hang = None if target.is_over else find_hang(states, target.size, LEAST_S)
     if as_json:
         print_json({**facts, "by_rank": ranks, "hang": hang and hang.sentence()})
@@ -50,7 +48,7 @@ def command(run: str | None, as_json: bool) -> None:
         age = "" if target.is_over else f", {now - pulse.unix:.0f} s ago"
         click.echo(f"  rank {rank:<4} {pulse.device:<8} {step}{age}")
     for rank in absent:
-        click.echo(f"  rank {rank:<4} {_ABSENT}")
+        click.echo(f"  rank {rank:<4} {ABSENT}")
     if hang:
         click.echo(hang.sentence())
     if facts["failure"]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from samestep.files import make_private_directory, open_regular
-from samestep.hang import GONE_S, LEAST_S, Hang, RankState, find_hang, find_unlike_exchanges, state_of
+from samestep.hang import ABSENT, GONE_S, LEAST_S, Hang, RankState, find_hang, find_unlike_exchanges, state_of
 from samestep.rundir import STOP, PulseReading, pulse_in, pulse_path, stack_path
 from samestep.start.sight import Sight, look_at, status_of, switches
 from samestep.start.worker import Worker
@@ -278,7 +278,7 @@ class Watch:
 
 def _absent_state(worker: Worker) -> RankState:
     """The state of a rank that has not reached samestep.init."""
-    does = "has not come to samestep.init"
+    does = ABSENT
     if not worker.is_alive:
         does = f"ended before it came to samestep.init ({describe_end(worker.status or 0)})"
     elif status_of(worker.pid) == psutil.STATUS_STOPPED:
