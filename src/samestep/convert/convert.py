@@ -64,9 +64,8 @@ def convert(script: Path, is_written: bool = False, is_module: bool = False) -> 
         # nothing is above the first part of a path that is written without its folders
         for base in by.parents[level - 1 : level] if level else roots:
             place = base.joinpath(*module.split("."))
-            for path in (
-                (place.with_suffix(".py"), place / "__init__.py") if module else [place / "__init__.py"]
-            ):
+            files = [place.with_suffix(".py")] if module else []
+            for path in (*files, place / "__init__.py"):
                 if path.is_file():
                     is_ours = re.search(rb"^\s*(?:from|import) samestep\b", path.read_bytes(), re.M)
                     return None if is_ours or path == script else read(path)

@@ -251,6 +251,13 @@ class Expressions(Names):
         is_alike = value.text is not None and isinstance(constant, bool) == (value.text in ("True", "False"))
         return (value.text == str(constant)) == holds if is_alike else None
 
+    def found_none(self, test: ast.expr) -> tuple[Scope, str] | None:
+        """The place that a test such as `state is not None` finds to be None now: what it guards does not run."""
+        place, constant, holds = _tested_constant(test) or (test, True, True)
+        if constant is not None or holds or self.known.get(place, Value()).kind != "none":
+            return None
+        return self.place_of(place)
+
     def _ifexp(self, node: ast.IfExp) -> Value:
         if (known := self.decided(node.test)) is not None:
             return self.value(node.body if known else node.orelse)

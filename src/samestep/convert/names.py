@@ -119,13 +119,6 @@ class Names(Totals):
         edits = tuple(edit for edits in made for edit in edits or ())
         return replace(joined, edits=edits) if is_late else self.kept(joined)
 
-    def found_none(self, test: ast.expr) -> tuple[Scope, str] | None:
-        """The place that a test such as `state is not None` finds to be None now: what it guards does not run."""
-        match test:
-            case ast.Compare(left=left, ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]):
-                return self.place_of(left) if self.known.get(left, Value()).kind == "none" else None
-        return None
-
     def is_lost(self, target: ast.expr, is_changed: bool = False) -> bool:
         """Whether a value put there cannot be followed: the target is inside an object from outside this function."""
         root, function = target, self.frame.function

@@ -173,20 +173,17 @@ def counted(rows: Value, batch: Loop | None) -> Value:
 def _joined(name: str, tensors: Value, in_forward: int) -> Value:
     """The value of `cat`, or of `stack` with a new dimension before the samples'."""
     kinds = [part.kind for part in tensors.parts or (tensors,)]
+    if name == "stack" and {*kinds} <= {Kind.ROWS, Kind.BATCH}:
+        return Value(Kind.COLUMNS)
     if name == "stack":
-        return (
-            Value(Kind.COLUMNS)
-            if {*kinds} <= {Kind.ROWS, Kind.BATCH}
-            else _by_rows(name, [tensors], in_forward)
-        )
+        return _by_rows(name, [tensors], in_forward)
     is_mixed = Kind.ALIKE in kinds and not in_forward
     if is_mixed and {*kinds} & ROWS:
         return Value(Kind.OTHER, "joins samples of a share with what all processes have")
     each = tensors.of.get(None) if tensors.kind == "list" else None
     # a list that is not of a pass's batches has the same samples several times
-    are_views = kinds.count(Kind.ROWS) > 1 or (
-        each and each.kind == Kind.ROWS and not isinstance(each.of, Loop)
-    )
+    is_again = each is not None and each.kind == Kind.ROWS and not isinstance(each.of, Loop)
+    are_views = is_again or kinds.count(Kind.ROWS) > 1
     return Value(Kind.VIEWS) if are_views else _by_rows(name, [tensors], in_forward)
 
 
