@@ -25,10 +25,8 @@ class Encoder(nn.Module):
     def __init__(self, *, batch_first: bool) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.1, batch_first=batch_first)
-        self.layers, self.batch_first = (
-            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-            batch_first,
-        )
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.batch_first = batch_first
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.batch_first:

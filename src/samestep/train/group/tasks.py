@@ -55,18 +55,10 @@ class Output:
         if self._run is None or os.isatty(0):
             return
         pipes = [os.pipe() for _ in _OUT_AND_ERR]
-        kept, record = [read for read, _ in pipes], rundir.failure_path(self._run, rank)
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            _TEE,
-            rundir.log_path(self._run, rank),
-            *kept,
-            os.getpid(),
-            record,
-        ]
-        self._tee = Popen([*map(str, command)], bufsize=0, stdin=PIPE, pass_fds=kept, start_new_session=True)
+        kept = [read for read, _ in pipes]
+        log, record = rundir.log_path(self._run, rank), rundir.failure_path(self._run, rank)
+        command = [sys.executable, "-I", "-S", *map(str, (_TEE, log, *kept, os.getpid(), record))]
+        self._tee = Popen(command, bufsize=0, stdin=PIPE, pass_fds=kept, start_new_session=True)
         assert self._tee.stdin is not None
         # a forked child must not keep it open: its end tells that this process was killed
         os.register_at_fork(after_in_child=self._tee.stdin.close)

@@ -32,7 +32,8 @@ def main() -> None:
     while ends:
         for source in select.select([*ends, *[0] * is_unknown], [], [])[0]:
             if source == 0:
-                is_unknown = _note_end(pid)
+                is_unknown = False
+                _note_end(pid)
                 continue
             if not (data := os.read(source, _CHUNK)):
                 del ends[source]
@@ -43,23 +44,20 @@ def main() -> None:
         _note_end(pid)
 
 
-def _note_end(pid: int) -> bool:
+def _note_end(pid: int) -> None:
     """Record that the rank was killed, unless it has told that it is leaving by itself."""
-    if os.read(0, 1):
-        return False
-    if (number := _signal_of(pid)) in _STOPS:
-        return False
+    if os.read(0, 1) or (number := _signal_of(pid)) in _STOPS:
+        return
     said, code = (f"killed by {signal.Signals(number).name}", 128 + number) if number else (_ENDED, 1)
     failure = {"exception": said, "group": "", "cause": "", "frames": [], "code": code, "pid": pid}
     with suppress(OSError, ValueError, KeyError):
         with suppress(FileNotFoundError), open(sys.argv[5], "rb") as file:
             if json.load(file)["pid"] == pid:
-                return False
+                return
         how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with open(os.open(f"{sys.argv[5]}.new", how, 0o600), "w", encoding="utf-8") as new:
             json.dump(failure, new)
         os.replace(f"{sys.argv[5]}.new", sys.argv[5])
-    return False
 
 
 def _signal_of(pid: int) -> int:

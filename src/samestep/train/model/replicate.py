@@ -212,7 +212,7 @@ def _check_own(model: torch.nn.Module, replicas: Replicas) -> None:
     if any(shared()):
         gc.collect()  # a model and its replica refer to each other, so a deleted model may still be in memory
     over = [replica for _, replica in shared() if replica.has_trained]
-    while over:
+    while over:  # a replica is one of `replicas` as long as there is a reference to it
         over.pop().leave()
     for name, replica in shared():
         kind = type(replica.model).__name__
