@@ -16,7 +16,8 @@ SIZES = (2, 3, 5)
 # evaluation that calls backward(), padding beside what is laid end to end, a collate_fn that draws, two views in
 # one call, sizes that are a share's by chance, several particles for each sample, samples one by one,
 # distributions that are as long as a share by chance, a stream that draws its order, packed
-# sequences beside labels of the whole batch's length, and in a last batch of one sample
+# sequences beside labels of the whole batch's length, and in a last batch of one sample, labels of a pass of their
+# own
 SAMPLE = {
     "checkpointed": (2,),
     "encoder_sequence_first": (2, 3),
@@ -51,6 +52,7 @@ SAMPLE = {
     "packed_evaluation": (2, 3),
     "named_entities": (2,),
     "stream_shuffled": (2, 3),
+    "labels_apart": (3,),
 }
 CASES = dict.fromkeys(sorted(corpus.SCRIPTS), SIZES) if LONG else SAMPLE
 # these take longest at one of their sizes

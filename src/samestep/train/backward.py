@@ -94,6 +94,8 @@ class Backward(Member):
         spine.weights.of_loss = spine.weights.of_next_loss(spine.models)
         spine.weights.of_leaves = self._weight_for_inputs(outputs) if spine.weights.needs_leaves else 1.0
         spine.weights.of_calls.clear()
+        if spine.origins.at_hand is not None:
+            spine.origins.at_hand.of.has_backward = True
         with self.group.within("backward"), spine.models.exchanging():
             return original(outputs, _times(gradients, spine.weights.of_loss), *args, **options)
 

@@ -30,7 +30,7 @@ class Pass:
         self.counted = 0
         # run lengths of its batch sizes so far: [samples on all ranks, how many batches of that size in a row]
         self.sizes: list[list[int]] = []
-        self.is_left = self.is_again = False
+        self.is_left = self.is_again = self.has_backward = False
         self.latest: Share | None = None
         # the latest batch's tensors, and its ragged tensors, by their place in the batch
         self.batch: dict[str, weakref.ref[torch.Tensor]] = {}

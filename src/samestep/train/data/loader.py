@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, Unpack
 
@@ -290,17 +290,19 @@ class Loader(Generic[Item]):
             self._group.the(Begun).note(self, self.dataset, self._seed)
         this = Pass(self, self.epoch, training=training)
         self.is_share_read = False
-        steps = self._steps(this) if self._order.length is not None else None
-        this.batches = len(steps or ())
+        steps = self._steps(this) if self._order.length is not None else ()
         self._spine.begin_pass(this)
         at_once = self._reads_ahead or self._order.draws_at_iter
         return self._walk(this, self._draw_order(this) if at_once else None, steps)
 
-    def _steps(self, this: Pass) -> Sequence[Any]:
-        """The batches of a pass; in an evaluation a small last batch is filled from the batch before."""
+    def _steps(self, this: Pass) -> Iterable[Any]:
+        """The batches of a pass."""
+        serial, even = (self._pieces(self._world.size, self._world.rank, even=even) for even in (False, True))
+        this.batches, draws = len(serial), self._draws
         # same=True needs the serial script's batches for its draws, and a backward needs all ranks
-        even = not this.training and (not self._draws.active or torch.is_grad_enabled())
-        return self._pieces(self._world.size, self._world.rank, even=even)
+        return share.pieces(
+            serial, even, lambda: not this.training and (this.has_backward or not draws.active)
+        )
 
     def _pieces(self, size: int, rank: int, *, even: bool = False) -> Pieces:
         cuts: Any = {"start": self._position, "drop_last": self.drop_last, "even": even}
@@ -318,10 +320,10 @@ class Loader(Generic[Item]):
         this.take_order(order, self._order.pass_seed)
         return order
 
-    def _walk(self, this: Pass, drawn: Drawn | None, steps: Sequence[Any] | None) -> Iterator[Any]:
+    def _walk(self, this: Pass, drawn: Drawn | None, steps: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a pass."""
         order = self._draw_order(this) if drawn is None else drawn
-        pieces = self._pieces_of(order) if isinstance(order, TakenBatches | Reading) else steps or ()
+        pieces = self._pieces_of(order) if isinstance(order, TakenBatches | Reading) else steps
         ahead, steps_to_take = itertools.tee(pieces)
         batches = self._read(order, ahead, this)
 

@@ -1,6 +1,6 @@
 """Which samples of a step are this rank's: an even cut, and a pure function of length, seed, epoch and step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -65,6 +65,14 @@ class Pieces(Sequence[Piece]):
         if number < 0:
             return self._start
         return self._stops[number] if number < len(self._stops) else self._last[number - len(self._stops)]
+
+
+def pieces(serial: Pieces, even: Pieces, is_even: Callable[[], bool]) -> Iterator[Piece]:
+    """The serial script's batches; only before the last two, where the even cut may differ, is it asked which it is."""
+    last_two = max(len(serial) - 2, 0)
+    yield from map(serial.__getitem__, range(last_two))
+    last = even if is_even() else serial
+    yield from map(last.__getitem__, range(last_two, len(last)))
 
 
 def piece(start: int, stop: int, size: int, rank: int) -> Piece:

@@ -88,7 +88,7 @@ class Steps(Loader["Step[Item]"], Generic[Item]):
                 "steps, or same=True with samestep.loader"
             )
         steps: list[Step[Item]] = [Step(self, this, piece) for piece in self._pieces(1, 0)]
-        this.microbatches = {step.count for step in steps} or {1}
+        this.batches, this.microbatches = len(steps), {step.count for step in steps} or {1}
         return steps
 
     def _planned(self, order: Drawn, step: "Step[Item]", this: Pass) -> Iterator[Planned]:
