@@ -21,14 +21,13 @@ def measure(size: int, rounds: int) -> Rows:
     from samestep.train.group.world import joined
     from samestep.train.meter import Meter
     from samestep.train.passes import Pass, Share
-    from samestep.train.step import spine
 
     samestep.init()
     torch.manual_seed(0)
     model = samestep.replicate(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     train = samestep.loader(TensorDataset(torch.randn(4 * STEPS, 16)), 4, shuffle=True, seed=0)
-    group, at = joined(), spine()
+    group = joined()
     meter = group.the(Meter)
     phases: list[str] = []
     group.hear_phases(lambda phase, call: phases.append(phase))
@@ -37,7 +36,7 @@ def measure(size: int, rounds: int) -> Rows:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    share = at.trained or Share(Pass(train, 0, training=True), 0, 0, 4 // size, 4)
+    share = Share(Pass(train, 0, training=True), 0, 0, 4 // size, 4)
     took = []
     for _ in range(rounds):
         began = time.thread_time()
