@@ -22,8 +22,8 @@ def cut(count: int, size: int, rank: int) -> tuple[int, int]:
 class Pass:
     """One iteration of a loader; it refers to the loader and the order weakly, and so keeps neither of them alive."""
 
-    def __init__(self, of: object, epoch: int, *, training: bool) -> None:
-        self.epoch, self.training = epoch, training
+    def __init__(self, of: object, epoch: int, start: int = 0, *, training: bool) -> None:
+        self.epoch, self.start, self.training = epoch, start, training
         self.microbatches: Collection[int] = ()  # how many its steps have, for `steps`
         self.seed = 0
         self.batches = 0

@@ -178,7 +178,7 @@ def test_unequal_numbers_of_microbatches_are_refused_before_the_first_step(world
             model(x).sum().backward()
     uneven = samestep.steps(rows, 12 if world.size == 3 else 9, microbatch=2 if world.size == 3 else 3)
     with pytest.raises(UsageError, match=rf"a step of \d microbatches gives the {world.size} ranks unequal"):
-        iter(uneven)
+        next(iter(uneven))
 
 
 class Heard(Subscriber):

@@ -187,7 +187,9 @@ class Loader(Generic[Item]):
         self._begun, self._has_evaluated = True, False
         self._order.begin(again=self._keeps_workers and self._passes > 0)
         self._passes += 1
-        return self._pass(self._spine.is_training(self._shuffle))
+        this = Pass(self, self.epoch, self._position, training=self._spine.is_training(self._shuffle))
+        at_once = self._reads_ahead or self._order.draws_at_iter
+        return self._walk(this, self._draw_order(this) if at_once else None)
 
     def cycle(self) -> Iterator[Item]:
         """The batches of one pass, again and again, as `itertools.cycle` repeats those of torch's DataLoader."""
@@ -285,31 +287,31 @@ class Loader(Generic[Item]):
             "drop_last": self.drop_last,
         }
 
-    def _pass(self, training: bool) -> Iterator[Item]:
-        if training and self._shuffle and self._seed is not None and not (self.epoch or self._position):
+    def _begin(self, this: Pass) -> Iterable[Any]:
+        """The steps of a pass whose first batch is asked for."""
+        # replicate may have been called since `iter`
+        this.training = self._spine.is_training(self._shuffle)
+        if this.training and self._shuffle and self._seed is not None and not (this.epoch or this.start):
             self._group.the(Begun).note(self, self.dataset, self._seed)
-        this = Pass(self, self.epoch, training=training)
         self.is_share_read = False
         steps = self._steps(this) if self._order.length is not None else ()
         self._spine.begin_pass(this)
-        at_once = self._reads_ahead or self._order.draws_at_iter
-        return self._walk(this, self._draw_order(this) if at_once else None, steps)
+        return steps
 
     def _steps(self, this: Pass) -> Iterable[Any]:
-        """The batches of a pass."""
-        serial, even = (self._pieces(self._world.size, self._world.rank, even=even) for even in (False, True))
-        this.batches, draws = len(serial), self._draws
+        world, draws = self._world, self._draws
+        serial, even = (self._pieces(this, world.size, world.rank, even=even) for even in (False, True))
+        this.batches = len(serial)
         # same=True needs the serial script's batches for its draws, and a backward needs all ranks
         return share.pieces(
             serial, even, lambda: not this.training and (this.has_backward or not draws.active)
         )
 
-    def _pieces(self, size: int, rank: int, *, even: bool = False) -> Pieces:
-        cuts: Any = {"start": self._position, "drop_last": self.drop_last, "even": even}
+    def _pieces(self, this: Pass, size: int, rank: int, *, even: bool = False) -> Pieces:
+        cuts: Any = {"start": this.start, "drop_last": self.drop_last, "even": even}
         return Pieces(self._order.length or 0, self.batch_size or 1, size, rank, **cuts)
 
-    def _pieces_of(self, order: TakenBatches | Reading) -> Iterator[Piece]:
-        start = self._position
+    def _pieces_of(self, order: TakenBatches | Reading, start: int) -> Iterator[Piece]:
         for stop in self._in_phase_data(order.stops(start)):
             yield share.piece(start, stop, self._world.size, self._world.rank)
             start = stop
@@ -320,10 +322,10 @@ class Loader(Generic[Item]):
         this.take_order(order, self._order.pass_seed)
         return order
 
-    def _walk(self, this: Pass, drawn: Drawn | None, steps: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a pass."""
+    def _walk(self, this: Pass, drawn: Drawn | None) -> Iterator[Any]:
+        steps = self._begin(this)
         order = self._draw_order(this) if drawn is None else drawn
-        pieces = self._pieces_of(order) if isinstance(order, TakenBatches | Reading) else steps
+        pieces = self._pieces_of(order, this.start) if isinstance(order, TakenBatches | Reading) else steps
         ahead, steps_to_take = itertools.tee(pieces)
         batches = self._read(order, ahead, this)
 

@@ -87,7 +87,7 @@ class Steps(Loader["Step[Item]"], Generic[Item]):
                 "samestep.steps cannot draw the serial script's numbers for same=True; use replicate(exact=True) with "
                 "steps, or same=True with samestep.loader"
             )
-        steps: list[Step[Item]] = [Step(self, this, piece) for piece in self._pieces(1, 0)]
+        steps: list[Step[Item]] = [Step(self, this, piece) for piece in self._pieces(this, 1, 0)]
         this.batches, this.microbatches = len(steps), {step.count for step in steps} or {1}
         return steps
 
