@@ -88,9 +88,10 @@ def test_a_hook_of_a_parameter_stays_as_it_gets_the_gradient_of_the_whole_batch(
 
 
 def test_a_packed_sequence_that_is_padded_to_the_length_of_a_share_is_noted():
-    for given, notes in ("", 1), (", total_length=5", 0):
+    for given, said in ("", "x.size(0)"), (", batch_first=True", "x.size(1)"), (", total_length=5", None):
         pads = f"nn.utils.rnn.pad_packed_sequence(packed{given})\n"
-        assert len(_of(f"{BEGIN}packed = make()\n{pads}{TRAIN}{STEP}").notes) == notes
+        notes = _of(f"{BEGIN}packed = make()\n{pads}{TRAIN}{STEP}").notes
+        assert [f"total_length={said}," in note for note in notes] == [True] * bool(said)
 
 
 def test_an_averaged_model_whose_statistics_are_taken_anew_is_replicated():

@@ -227,3 +227,32 @@ def test_a_batch_that_is_laid_out_by_constants_is_that_of_all_processes():
     for shape in ("-1, 3", "len(x), -1", "x.size(0), 3"):
         lines = f"    loss = F.cross_entropy(model(x).view({shape}), y)\n{LOSS}"
         assert "samestep.gather" not in _after(f"{BEGIN}for x, y in train:\n{lines}")
+
+
+_NET = (
+    "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(1, 3)\n"
+    "    def forward(self, x, y=None):\n        steps, size = x.shape\n"
+)
+
+
+def test_a_loop_over_the_steps_of_time_in_a_model_is_not_one_over_samples():
+    lines = (
+        "        outs, score = torch.zeros(steps, size, 3), self.layer(x[0][:, None])\n"
+        "        for t in range(steps):\n            score = score + self.layer(x[t][:, None])\n"
+        "            outs[t] = score\n            if t:\n                outs[t] += outs[t - 1].softmax(1)\n"
+        "        return outs\nmodel = Net()\n"
+    )
+    text = BEGIN.replace("model = nn.Linear(4, 3)\n", _NET + lines)
+    step = STEP.replace("model(x), y)", "model(x).view(-1, 3), y.view(-1))")
+    assert not _of(f"{text}for x, y in train:\n{step}").gaps
+
+
+def test_losses_that_a_model_adds_up_by_sample_are_listed():
+    lines = (
+        "        loss = 0.0\n        for i in range(steps):\n"
+        "            loss = loss + F.mse_loss(self.layer(x[i][:, None]), y[i])\n        return loss\nmodel = Net()\n"
+    )
+    text = BEGIN.replace("model = nn.Linear(4, 3)\n", _NET + lines)
+    step = STEP.replace("F.cross_entropy(model(x), y)", "model(x, y)")
+    (gap,) = _of(f"{text}for x, y in train:\n{step}").gaps
+    assert "the loss is added up by sample" in gap

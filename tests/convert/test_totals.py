@@ -12,6 +12,10 @@ _DICE = (
     "        self.scale = nn.Parameter(torch.ones(1))\n    def forward(self, out, y):\n        p = out.sigmoid()\n"
     "        return 1 - (p * y).sum() / (p.sum() + y.sum()) * self.scale\ndice = Dice()\n"
 )
+_TURNED = (
+    "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(4, 3)\n"
+    "    def forward(self, x):\n        return self.layer(x).t()\n"
+)
 _TRAIN_BY_DICE = (
     "for x, y in train:\n    out = model(x)\n    loss = F.cross_entropy(out, y) + dice(out[:, 0], y)\n"
     "    loss.backward()\n"
@@ -94,6 +98,14 @@ def test_a_function_of_predictions_that_cannot_be_converted_in_full_is_left_alon
     assert auc in next(iter(found.files.values()))[1].decode()
     listed = [gap for gap in found.gaps if "auc stays as it is: call it with samestep.gather(...)" in gap]
     assert len(listed) == 1
+
+
+def test_a_running_average_of_a_loss_without_a_total_is_listed():
+    text = BEGIN.replace("nn.Linear(4, 3)", "Net()").replace("model =", f"{_TURNED}model =")
+    meter = METER.replace("self.sum / self.count", "self.avg * 0.9 + val * 0.1")
+    step = STEP.replace("F.cross_entropy(model(x), y)", "(model(x) - y).abs().mean()")
+    text += f"{meter}for x, y in train:\n{step}    meter.update(loss.item(), 1)\nprint(meter.avg)\n"
+    assert "`meter.avg` compares samples of a share with each other" in _of(text).gaps[-1]
 
 
 def test_a_loss_that_is_no_mean_over_samples_is_listed_once_with_what_to_write():

@@ -30,7 +30,7 @@ _LOGS = ("FileHandler", "basicConfig")
 _RANDOM = ("torchvision.transforms.", "albumentations.", "kornia.augmentation.")
 _PADS = (
     "pad_packed_sequence pads to the longest sample of a process's share, while under --same, as in verify, labels "
-    "have the whole batch's length; give it total_length=x.size(1), where x is the padded input"
+    "have the whole batch's length; give it total_length=x.size({}), where x is the padded input"
 )
 _PACKS = "each process has sorted and padded its part of what is gathered; use `samestep run --same`"
 _DRAWN_BY_SAMPLE = (
@@ -146,8 +146,9 @@ def _hook(followed: Follower, source: Source, node: ast.Call) -> None:
 
 
 def _padded(followed: Follower, source: Source, node: ast.Call) -> None:
-    if "total_length" not in [option.arg for option in node.keywords]:
-        followed.findings.note(source, node, _PADS)
+    given = {option.arg: ast.unparse(option.value) for option in node.keywords}
+    if "total_length" not in given:
+        followed.findings.note(source, node, _PADS.format(int(given.get("batch_first") == "True")))
 
 
 def _packed(followed: Follower, source: Source, node: ast.Call) -> None:

@@ -305,7 +305,9 @@ class Library(Rewrites, Expressions):
             for argument in node.args:
                 self.total(argument)
             return Value()
-        return Value("each", Loop(Value(Kind.ROW, NUMBERED), "rows")) if is_count else Value()
+        # in a model that has time first, these are the steps of time
+        index = Value() if self.in_forward else Value(Kind.ROW, NUMBERED)
+        return Value("each", Loop(index, "rows")) if is_count else Value()
 
     def _python_sum(self, node: ast.Call, values: Values, first: Value) -> Value:
         return join(*first.parts) if first.parts else of_tensors("sum", values, True, self.batches, 0)

@@ -146,9 +146,10 @@ class Totals(Following):
     def by_form(self, node: ast.Attribute, form: ast.expr, source: Source) -> Edits | None:
         """The edits for a property: its expression `form`, computed from totals of other attributes."""
         instance = self.known[node.value]
-        if instance.kind != "instance":
+        # a running average is computed from itself
+        if instance.kind != "instance" or any(frame.function is form for frame in self.frames):
             return None
-        self.frames.append(Frame(Scope(instance.of.of.scope, {"self": instance}), source))
+        self.frames.append(Frame(Scope(instance.of.of.scope, {"self": instance}), source, function=form))
         edits = self.value(form).edits
         self.frames.pop()
         names = [part for part in ast.walk(form) if isinstance(part, ast.Name)]
@@ -268,7 +269,7 @@ class Totals(Following):
         if _makes_list(value.origin[0] if value.origin and isinstance(node, ast.Name) else node):
             return self.extended(old, self.around(old), node, value, is_flat=True)
         batch, over_samples = self.around(old)
-        if over_samples:
+        if over_samples and not (self.in_forward and old.kind in ROWS):
             adds = value.kind in (Kind.ALIKE, Kind.ROW, Kind.PART, Kind.COUNT)
             value = Value(Kind.PART) if adds else Value(Kind.OTHER, "is added up by sample")
         added = value if batch is None else self.per_batch(batch, node, value)
