@@ -6,7 +6,7 @@ help:
 	@echo "make demo   train a small network at 1 and 2 processes and compare (no download, no GPU)"
 	@echo "make test   run the tests; as root on Debian it installs Slurm and MPI for them first"
 	@echo "make slow   run the tests that take more than two seconds each, as kills, hangs and whole jobs do"
-	@echo "make check  formatting, lint, types, and the plan of the house"
+	@echo "make check  formatting, lint, types, and the rules of tests/test_house.py"
 	@echo "make docs   build the site in site/; make docs-test also opens every page in a browser"
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
 	@echo "make integrations   Accelerate, Lightning, W&B and others beside samestep"
