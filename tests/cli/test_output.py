@@ -62,6 +62,27 @@ def test_a_full_disk_under_the_output_is_said_in_one_sentence(tmp_path):
     assert done.stderr.startswith("samestep runs: the output cannot be used (no space left on device)\n")
 
 
+@pytest.mark.parametrize(("command", "code"), [("run", 126), ("verify", 2), ("convert", 2), ("scale", 2)])
+def test_a_script_that_may_not_be_read_is_refused_before_it_is_started(
+    command, code, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "train.py")
+    with pytest.raises(SystemExit) as ended:
+        main([command, "train.py"])
+    err = capsys.readouterr().err.removeprefix("samestep").removeprefix(f" {command}")
+    assert (ended.value.code, err) == (code, ": train.py cannot be read (permission denied)\n")
+    assert os.listdir() == ["train.py"]
+
+
+@pytest.mark.parametrize("close", ["| (exec 0<&-; sleep 0.5)", ">&-"])
+def test_help_without_a_reader_ends_without_a_traceback(close):
+    command = f"PYTHONUNBUFFERED=1 {sys.executable} -m samestep --help {close}"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=50)
+    assert done.stderr == ""
+
+
 def test_a_last_column_of_numbers_is_not_broken_at_the_edge_of_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
     rows = [("processes", "samples/s each", "cores each", "device time an epoch")]

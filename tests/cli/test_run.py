@@ -128,12 +128,12 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (
             ["--standalone", "--nodes=2", "show.py"],
             2,
-            "--standalone means one node; leave it out, or leave out --nodes",
+            "--standalone means one node; leave it out, or --nodes",
         ),
         (
             ["--standalone", "--node-rank=1", "show.py"],
             2,
-            "--standalone means one node; leave it out, or leave out --nodes",
+            "--standalone means one node; leave it out, or --nodes",
         ),
         (["--nodes=2", "--rendezvous=file:///x", "show.py"], 2, "add --node-rank"),
         (
@@ -145,7 +145,7 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (["-n", "2,1", "--nodes=2", "--rdzv-endpoint=x:1", "show.py"], 2, "none of them for node -1"),
         (["-n2", "--tee", "5", "show.py"], 2, "--tee 5 names rank 5, but there are 2; count from 0"),
         (["-n2", "--tee", "1", "show.py"], 2, "--tee 1 shows a part of a rank's output"),
-        (["-n2", "-r", "1", "show.py"], 2, "all output is always kept in files, so leave -r out"),
+        (["-n2", "-r", "1", "show.py"], 2, "files keep all, so leave -r out"),
         (["-n2", "--restart-on", "75", "show.py"], 2, "--restart-on has no effect without --max-restarts"),
         (["-n2", "--restart-on", "x", "--max-restarts", "1", "show.py"], 2, "is not a list of exit codes"),
         (["-n2", "--signals-to-handle", "SIGNOPE", "show.py"], 2, "is not a signal that can be passed on"),

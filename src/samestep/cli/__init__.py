@@ -52,6 +52,9 @@ def main(args: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("samestep: interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # as in `samestep --help | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes there when Python ends
+        sys.exit(1)
 
 
 def _main(args: list[str] | None) -> None:
@@ -66,7 +69,7 @@ def _main(args: list[str] | None) -> None:
     elif verb in ("-h", "--help", "help"):
         groups = (f"{group}:\n{_aligned(verbs)}" for group, verbs in _VERBS.items())
         more = "`samestep run --help` explains run, and so on for each command."
-        print("\n\n".join([_aligned(_EXAMPLES), *groups, more]))
+        print("\n\n".join([_aligned(_EXAMPLES), *groups, more]), flush=True)
     elif verb in ("--version", "-V", "version"):
         print(f"samestep {samestep.__version__}")
     else:
@@ -86,7 +89,7 @@ def _meant(verb: str) -> str:
 
 
 def _aligned(lines: dict[str, str]) -> str:
-    if sys.stdout.isatty() and (columns := os.get_terminal_size().columns) < 80:
+    if sys.stdout and sys.stdout.isatty() and (columns := os.get_terminal_size().columns) < 80:
         from textwrap import fill  # imported late for the same reason
 
         below = " " * 6

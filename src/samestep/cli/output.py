@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -169,12 +170,14 @@ def harmless(text: object) -> str:
 
 
 class NoScript(UsageError):
-    """There is no such script."""
+    """There is no such script, or it cannot be read."""
 
 
 def check_script(script: str, is_module: bool) -> None:
     """Refuse a script that does not exist now, instead of after minutes or in a queue."""
     path = Path(script)
+    if not is_module and path.is_file() and not os.access(path, os.R_OK):
+        raise NoScript(f"{script} cannot be read (permission denied)")
     if is_module or path.is_file() or (path / "__main__.py").is_file():
         return
     if path.is_dir():

@@ -185,7 +185,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             code = run_script(started)
         except NoScript as error:
             click.echo(harmless(f"samestep: {error}"), err=True)
-            code = 127
+            code = 126 if Path(script).exists() else 127
         except OSError as error:
             reason = error.strerror or str(error)
             # only the first letter in lower case: the rest may contain a path
@@ -242,9 +242,7 @@ def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:
     """The meeting of several nodes; in the shell of an allocation, start this command on all its nodes instead."""
     if options["standalone"]:
         if options["node_rank"] or options["nodes"] not in (None, "1", "1:1"):
-            raise UsageError(
-                "--standalone means one node; leave it out, or leave out --nodes and --node-rank"
-            )
+            raise UsageError("--standalone means one node; leave it out, or --nodes and --node-rank")
         return None
     # inside a Slurm step, --nodes 1:2 only says how many nodes are enough
     is_of_step = ":" in (options["nodes"] or "") and "SLURM_STEP_ID" in os.environ
@@ -306,13 +304,9 @@ def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:
 def _shown(options: Mapping[str, Any], size: int) -> Container[int]:
     tee, only, redirects = options["tee"], options["local_ranks_filter"], options["redirects"]
     if redirects not in (None, "0", "3"):
-        raise UsageError(
-            f"-r {redirects} redirects a part of the output; all output is always kept in files, so leave -r out"
-        )
+        raise UsageError(f"-r {redirects} redirects a part of the output; files keep all, so leave -r out")
     if tee in ("1", "2") or (tee and ":" in tee):
-        raise UsageError(
-            f"--tee {tee} shows a part of a rank's output; write --tee all, or ranks such as 0,1"
-        )
+        raise UsageError(f"--tee {tee} shows a part of a rank's output; write --tee all, or ranks as 0,1")
     shown: Container[int] = frozenset(() if redirects == "3" else {0})
     # torchrun's 3 means stdout and stderr of all ranks
     if options["all_ranks"] or tee in ("all", "3"):
