@@ -33,5 +33,5 @@ def command(run: str | None) -> None:
     with open_directory(chosen_run.path) as dir_fd, suppress(FileExistsError):
         os.close(os.open(STOP, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))
     click.echo(
-        f"{harmless(chosen_run.path)} was asked to stop; `samestep status {harmless(chosen_run.path)}` says when it has"
+        f"{harmless(chosen_run.path)} was asked to stop; its Checkpoint commits and ends it, as `samestep status` says"
     )
