@@ -52,6 +52,13 @@ def test_a_wrong_argument_ends_with_one_sentence_and_exit_code_2(tmp_path, monke
     assert os.listdir() == ["train.py"]
 
 
+def test_an_option_of_the_script_before_it_is_said_to_stand_after_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--epochs", "3", "train.py"])
+    hint = "options of the script stand after it; see `samestep run --help`"
+    assert capsys.readouterr().err == f"samestep: no such option '--epochs'; {hint}\n"
+
+
 def test_a_full_disk_under_the_output_is_said_in_one_sentence(tmp_path):
     with Path("/dev/full").open("wb", buffering=0) as full:
         command = [sys.executable, "-m", "samestep", "runs"]

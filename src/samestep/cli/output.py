@@ -21,8 +21,6 @@ from samestep.text import reason_of
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # also characters that reverse the direction of text, and separators that may break a line
 _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-
-
 _NUMBER = re.compile(r"[0-9.,:]*(e[+-][0-9]+)?( [kMG]B| %| m?s)?|-")
 _LAST_COLUMN = 10  # the least width of a table's last column
 
@@ -51,13 +49,16 @@ class _Verb(click.Command):
         except click.ClickException as error:
             example = re.search("^ *(samestep .*)", self.help or "", re.MULTILINE)
             hint = f"see `{prog_name or self.name} --help`"
+            names = {param.name for param in self.params}
             if isinstance(error, click.MissingParameter) and example:
                 hint = f"write for instance `{example[1]}`"
-            elif isinstance(error, click.NoSuchOption) and "options" in {param.name for param in self.params}:
+            elif isinstance(error, click.NoSuchOption) and "options" in names:
                 longer = [name for param in self.params for name in param.opts if error.option_name in name]
                 error = click.NoSuchOption(error.option_name)
                 wanted = f"write {' or '.join(longer)}; " if longer else ""
                 hint = f"{wanted}--option gives sbatch its own, as --option --gres=gpu:1; {hint}"
+            elif isinstance(error, click.NoSuchOption) and "args" in names:
+                hint = f"options of the script stand after it; {hint}"
             message, code = f"{_sentence(error)}; {hint}", 2
         except SamestepError as error:
             message, code = str(error), 2 if isinstance(error, UsageError) else 1

@@ -25,13 +25,10 @@ def command(run: str | None) -> None:
     samestep.Checkpoint. The command works on any machine that sees the directory.
     """
     chosen_run = find_run(run)
+    path = harmless(chosen_run.path)
     if chosen_run.is_over:
-        raise UsageError(
-            f"{harmless(chosen_run.path)} has ended ({chosen_run.state}), so there is nothing to stop"
-        )
+        raise UsageError(f"{path} has ended ({chosen_run.state}), so there is nothing to stop")
     # in its directory, not where a link leads
     with open_directory(chosen_run.path) as dir_fd, suppress(FileExistsError):
         os.close(os.open(STOP, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))
-    click.echo(
-        f"{harmless(chosen_run.path)} was asked to stop; its Checkpoint commits and ends it, as `samestep status` says"
-    )
+    click.echo(f"{path} was asked to stop; its Checkpoint commits and ends it, as `samestep status` says")
