@@ -295,3 +295,9 @@ def test_a_mean_over_samples_chosen_by_a_mask_beside_another_index_is_that_of_th
     lines = "    chosen = y == 1\n    print(model(x)[chosen, 0].mean(), model(x)[range(len(y)), y].mean())\n"
     made = _after(f"{BEGIN}for x, y in train:\n{STEP}{lines}")
     assert "samestep.gather(chosen), 0].mean(), samestep.mean(model(x)[range(len(y)), y].mean())" in made
+
+
+def test_the_names_of_the_first_predictions_are_those_of_the_whole_batch():
+    lines = 'x, y = next(iter(test))\nfound = model(x).argmax(1)\nprint(" ".join(names[found[j]] for j in range(4)))\n'
+    made = _after(f'{BEGIN}names = ("a", "b", "c")\nfor x, y in train:\n{STEP}{lines}')
+    assert "names[samestep.gather(found)[j]] for j in range(4)" in made

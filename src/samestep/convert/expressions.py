@@ -165,17 +165,24 @@ class Expressions(Names):
             return base if isinstance(node.slice, ast.Slice) else self.part_of(base, key)
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS):
             return self.rows_at(node, base, index)
-        if base.kind == Kind.ALIKE and index.of == NUMBERED:
-            return other(NUMBERED)
         if base.kind == Kind.ALIKE and index.is_shared:
-            if isinstance(index.origin and index.origin[0], ast.Compare):
-                edits = index.edits or self.edits_of(node.slice, index)
-                return replace(other("is chosen by a mask of a share"), edits=edits)
-            return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)
+            return self._chosen_by(node.slice, index)
         if base.kind in (Kind.BATCH, Kind.COLUMNS):
             is_row = not isinstance(node.slice, ast.Slice) or base.kind == Kind.BATCH
             return Value(Kind.ROWS if is_row else Kind.COLUMNS)
         return base.bare
+
+    def _chosen_by(self, node: ast.expr, index: Value) -> Value:
+        """What an index that depends on a share chooses from a value that is equal on all ranks."""
+        if index.of == NUMBERED:
+            return other(NUMBERED)
+        if isinstance(index.origin and index.origin[0], ast.Compare):
+            return replace(
+                other("is chosen by a mask of a share"), edits=index.edits or self.edits_of(node, index)
+            )
+        if index.kind not in (*ROWS, Kind.ROW):
+            return other("is chosen by a number of a share", index)
+        return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)
 
     def rows_at(self, node: ast.Subscript, base: Value, index: Value) -> Value:
         first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
