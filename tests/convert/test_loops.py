@@ -256,3 +256,59 @@ def test_losses_that_a_model_adds_up_by_sample_are_listed():
     step = STEP.replace("F.cross_entropy(model(x), y)", "model(x, y)")
     (gap,) = _of(f"{text}for x, y in train:\n{step}").gaps
     assert "the loss is added up by sample" in gap
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        "a @ b.transpose(0, 1)",
+        "torch.mm(a, torch.transpose(b, 0, 1))",
+        "a @ b.permute(1, 0)",
+        "torch.einsum('id,jd->ij', [a, b])",
+        "F.cosine_similarity(a.unsqueeze(1), b.unsqueeze(0), dim=2)",
+        "F.linear(a, b)",
+    ],
+)
+def test_pairs_of_samples_are_those_of_the_whole_batch(pairs):
+    lines = "    a, b = model(x), model(x * 2)\n    loss = F.cross_entropy(PAIRS, y)\n"
+    made = _after(f"{BEGIN}for x, y in train:\n{lines.replace('PAIRS', pairs)}{LOSS}")
+    assert made.count("samestep.gather(") == 3
+    by_sample = [
+        "torch.einsum('id,id->i', [a, b])[:, None] * a",
+        "F.linear(a, torch.eye(3)).transpose(0, 1).t()",
+    ]
+    for rows in by_sample:
+        text = f"{BEGIN}for x, y in train:\n{lines.replace('PAIRS', rows)}{LOSS}"
+        assert not _of(text).gaps
+        assert "samestep.gather" not in _after(text)
+
+
+def test_what_a_model_stacks_has_the_samples_second():
+    model = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(4, 4)\n    def forward(self, x):\n"
+        "        return torch.stack([self.layer(x), x])\nmodel = Net()\n"
+    )
+    begin = BEGIN.replace("model = nn.Linear(4, 3)\n", model)
+    for beside in "x", "torch.stack([x, y], 1).transpose(0, 1)":
+        lines = f"    out = model(x)\n    loss = (out - {beside}).abs().mean()\n{LOSS}"
+        text = f"{begin}total = 0.0\nfor x, y in train:\n{lines}    total += loss.item() * out.shape[1]\nprint(total)\n"
+        assert not _of(text).gaps
+        assert "if train.share: total += loss.item() * out.shape[1]" in _after(text)
+
+
+@pytest.mark.parametrize(
+    ("collates", "is_second"),
+    [
+        ("lambda rows: nn.utils.rnn.pad_sequence(rows)", True),
+        ("lambda rows: torch.stack(rows, 1)", True),
+        ("lambda rows: torch.stack(rows, dim=1)", True),
+        ("lambda rows: nn.utils.rnn.pad_sequence(rows, batch_first=True)", False),
+        ("torch.stack", False),
+    ],
+)
+def test_a_batch_that_is_collated_along_the_second_dimension_is_counted_there(collates, is_second):
+    begin = BEGIN.replace("batch_size=8, shuffle=True)", f"batch_size=8, collate_fn={collates})")
+    lines = f"    loss = model(x).mean()\n{LOSS}    total += loss.item() * x.size(1)\n"
+    made = _after(f"{begin}total = 0.0\nfor x in train:\n{lines}print(total)\n")
+    assert ("if train.share: total += loss.item() * x.size(1)" in made) == is_second

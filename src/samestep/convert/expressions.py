@@ -13,6 +13,7 @@ from samestep.convert.values import (
     NUMBERS,
     PAIRS,
     ROWS,
+    TURNED,
     Kind,
     Loop,
     Sum,
@@ -111,7 +112,7 @@ class Expressions(Names):
         if name == "shape" and base.kind in ROWS:
             return self.shape(base)
         if name in ("T", "mT", "H") and base.kind in ROWS:
-            return Value(Kind.ROWS if base.kind == Kind.COLUMNS else Kind.COLUMNS)
+            return Value(Kind.ROWS if base.kind in TURNED else Kind.COLUMNS)
         if base.kind in (*ROWS, *NUMBERS, Kind.ROW, "model"):
             return base if name == "module" else Value(base.kind, base.of)
         return other(base.of, base) if base.is_shared else Value(models=base.models)
@@ -128,7 +129,9 @@ class Expressions(Names):
         return base.of.find(name) or Value()
 
     def shape(self, rows: Value) -> Value:
-        return Value("list", {0: counted(rows, self.batches), None: Value()})
+        count, is_second = counted(rows, self.batches), rows.kind in TURNED
+        is_either = self.batches is not None and not self.batches.sizes.isdisjoint(self.time_first)
+        return Value("list", {**dict.fromkeys([int(is_second), 1][: 1 + is_either], count), None: Value()})
 
     def of_instance(self, base: Value, name: str) -> Value:
         if name == "__dict__":
@@ -167,9 +170,9 @@ class Expressions(Names):
             return self.rows_at(node, base, index)
         if base.kind == Kind.ALIKE and index.is_shared:
             return self._chosen_by(node.slice, index)
-        if base.kind in (Kind.BATCH, Kind.COLUMNS):
+        if base.kind in (Kind.BATCH, *TURNED):
             is_row = not isinstance(node.slice, ast.Slice) or base.kind == Kind.BATCH
-            return Value(Kind.ROWS if is_row else Kind.COLUMNS)
+            return Value(Kind.ROWS if is_row else base.kind)
         return base.bare
 
     def _chosen_by(self, node: ast.expr, index: Value) -> Value:
@@ -353,7 +356,7 @@ class Expressions(Names):
         if over.kind == "instance" and (method := over.of.of.find("__iter__")) is not None:
             inner = self.run(replace(method.of, bound=over), [over], {}, None)
             return self._each_next(over) if inner.of is over.of else self.each(inner)
-        if over.kind == Kind.BATCH:
+        if over.kind in (Kind.BATCH, *TURNED):
             return Loop(Value(Kind.ROWS))
         if over.kind == "loader":
             call = over.origin[0] if over.origin else None

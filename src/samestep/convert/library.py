@@ -17,15 +17,18 @@ from samestep.convert.signatures import (
     given_to_loss,
     is_loss,
     makes_rows,
+    of_einsum,
     of_loss,
     of_tensors,
     over_rows,
+    turns,
 )
 from samestep.convert.source import Edit, takes_apart
 from samestep.convert.totals import MADE_OF_SHARE, MEANS_OF_LISTS, name_of
 from samestep.convert.values import (
     NUMBERS,
     ROWS,
+    TURNED,
     Kind,
     Loop,
     Value,
@@ -113,13 +116,17 @@ class Library(Rewrites, Expressions):
         shape = [*map(ast.unparse, dims)]
         if name in ("view", "reshape") and shape == ["1", "-1"] and values[0].kind == Kind.ROWS:
             return Value(Kind.COLUMNS)
+        if not self.in_forward and values[0].kind in ROWS and turns(name, shape):
+            return Value(Kind.ROWS if values[0].kind in TURNED else Kind.COLUMNS)
+        if name == "einsum" and not self.in_forward and "->" in str(values[0].text):
+            return of_einsum(str(values[0].text), values[1:], self.batches)
         named = [option.value for option in node.keywords if option.arg in DIMENSIONS]
         is_reduction = name in NAMED["sum"] | NAMED["mean"]
         are_chosen = any(isinstance(part, ast.Name) for part in (named or dims))
         if is_reduction and are_chosen and values[0].kind in ROWS and not self.in_forward:
             return other(_CHOSEN_DIMENSIONS)
         # the first dimension of what is stacked is that of the list, in forward too
-        is_stacked = values[0].kind == Kind.COLUMNS and is_reduction
+        is_stacked = values[0].kind in TURNED and is_reduction
         is_over_rows = over_rows(node, dims_of(name, dims), 0 if is_stacked else self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
 
@@ -266,7 +273,7 @@ class Library(Rewrites, Expressions):
         if first.kind == Kind.BATCH and takes_apart(around, ast.unparse(node.args[0])):
             return Value()  # the parts of a batch, not its samples
         if first.kind in ROWS:
-            return counted(first, self.batches)
+            return self.part_of(self.shape(first), 0)
         if first.kind == Kind.OTHER:
             return other("is a length of what a share makes", first)
         is_filled = first.kind == "list" and first.is_shared and first.of.keys() == {None}

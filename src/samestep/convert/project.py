@@ -185,6 +185,7 @@ class Following:
         self.copies: dict[Any, tuple[Source, ast.Call]] = {}  # of models, by key
         self.carried: set[Any] = set()  # arguments of models that were equal on all ranks, by key
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
+        self.time_first: set[str | None] = set()  # what batches' sizes depend on that have samples second
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0
         self.loops_made = self.backwards = self.followed = 0
         self.in_eval = self.unwraps = False

@@ -8,6 +8,8 @@ from samestep.convert.totals import Totals
 from samestep.convert.values import Kind, Value
 
 LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+# what collates the samples along the second dimension
+_TIME_FIRST = re.compile(r"pad_sequence\((?![^\n]*batch_first=True)|stack\([^\n]*, (dim=)?1\)")
 _OF_LOADER = ["dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"]
 _OF_LOADER += ["pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"]
 
@@ -33,7 +35,11 @@ class Rewrites(Totals):
         origin = None if has_own_order else (node, source, ())
         # batches of two loaders have the same sizes only if both drop the last batch
         drops = getattr(by_name.get("drop_last"), "value", False) is True
-        return Value("loader", origin=origin, text=ast.unparse(size) if drops else str(self.key(node)))
+        text = ast.unparse(size) if drops else str(self.key(node))
+        collate = self.value(by_name.get("collate_fn"))
+        if collate.kind == "function" and _TIME_FIRST.search(ast.unparse(collate.of.node)):
+            self.time_first.add(text)
+        return Value("loader", origin=origin, text=text)
 
     def saved(self, node: ast.Call) -> Value:
         source, by_name = self.source, arguments(node, ["obj", "f"])

@@ -6,7 +6,9 @@ from typing import Any
 from samestep.convert.values import (
     BETWEEN,
     NUMBERS,
+    PAIRS,
     ROWS,
+    TURNED,
     Kind,
     Loop,
     Value,
@@ -29,9 +31,10 @@ pair        max min topk sort median kthvalue mode std_mean
 number      item detach cpu cuda float double long int half to type numpy tolist clone data squeeze unsqueeze view
 number      reshape contiguous requires_grad_ scale backward tensor as_tensor stack
 between     cdist pdist cov corrcoef unique randperm
+paired      linear inner outer tensordot
 moved       flip roll
 second      norm quantile nanquantile roll
-compared    eq ne lt le gt ge equal logical_and logical_or
+compared    eq ne lt le gt ge equal logical_and logical_or cosine_similarity
 numbered    arange linspace eye tril_indices triu_indices randperm
 loss        cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div
 weighted    crossentropy crossentropyloss nllloss
@@ -125,7 +128,7 @@ def reduced(name: str, value: Value, is_over_rows: bool, has_dim: bool, batch: L
         return value if is_number else Value(Kind.OTHER, f"is {name} of a value of a share")
     if value.kind not in ROWS:
         return value
-    if value.kind == Kind.COLUMNS and has_dim:
+    if value.kind in TURNED and has_dim:
         return Value(Kind.ROWS) if is_over_rows else Value(Kind.OTHER, BETWEEN)
     if not is_over_rows:
         return Value(Kind.BATCH if name in NAMED["pair"] else value.kind)
@@ -154,15 +157,31 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
         return _joined(name, base, in_forward)
     is_between = name in NAMED["between"] or (name in NAMED["moved"] and is_over_rows)
     is_between |= name in NAMED["compared"] and makes_pairs({value.kind for value in values})
+    is_between |= name in NAMED["paired"] and len(shared) > 1
     if is_between and not in_forward:
         return Value(Kind.OTHER, f"{BETWEEN} ({name}); see docs/losses.md")
     is_plain = base.kind in NUMBERS or Kind.COLUMNS in {value.kind for value in values}
     if name.rstrip("_") in _OPERATORS and is_plain and len(values) == 2:
         return combined(_OPERATORS[name.rstrip("_")], *values)
-    if base.kind == Kind.COLUMNS and name in ("t", "reshape", "view", "flatten", "ravel", "squeeze"):
+    if base.kind in TURNED and name in ("t", "reshape", "view", "flatten", "ravel", "squeeze"):
         return Value(Kind.ROWS)
     is_turned = name == "t" or (name == "unsqueeze" and is_over_rows and base.kind == Kind.ROWS)
     return Value(Kind.COLUMNS) if is_turned and base.kind in ROWS else _by_rows(name, shared, in_forward)
+
+
+def turns(name: str, dims: list[str]) -> bool:
+    """Whether this brings the samples from the first dimension to the second, as `transpose(0, 1)`."""
+    is_swapped = name in ("transpose", "swapaxes", "swapdims") and sorted(dims) == ["0", "1"]
+    return is_swapped or (name == "permute" and dims[1:2] == ["0"])
+
+
+def of_einsum(equation: str, values: Values, batch: Loop | None) -> Value:
+    terms, _, result = equation.replace(" ", "").partition("->")
+    opened = [part for value in values for part in value.parts or (value,)]
+    rows = [term[:1] for term, value in zip(terms.split(","), opened, strict=False) if value.kind in ROWS]
+    if len({*rows}) > 1:
+        return Value(Kind.OTHER, PAIRS)
+    return Value(Kind.ROWS) if rows[:1] == [*result[:1]] else Value(Kind.PART, batch)
 
 
 def counted(rows: Value, batch: Loop | None) -> Value:
@@ -174,7 +193,7 @@ def _joined(name: str, tensors: Value, in_forward: int) -> Value:
     """The value of `cat`, or of `stack` with a new dimension before the samples'."""
     kinds = [part.kind for part in tensors.parts or (tensors,)]
     if name == "stack" and {*kinds} <= {Kind.ROWS, Kind.BATCH}:
-        return Value(Kind.COLUMNS)
+        return Value(Kind.STACKED)
     if name == "stack":
         return _by_rows(name, [tensors], in_forward)
     is_mixed = Kind.ALIKE in kinds and not in_forward

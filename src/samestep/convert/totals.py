@@ -9,7 +9,7 @@ from typing import Any
 from samestep.convert.project import Following, Frame, Scope
 from samestep.convert.signatures import DIVIDES, NAMED, STACKS
 from samestep.convert.source import Edit, Source
-from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, Values, combined, join
+from samestep.convert.values import NUMBERS, ROWS, TURNED, Kind, Loop, Sum, Value, Values, combined, join
 
 MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.average")
 _SUMMED = {*NUMBERS, Kind.PASSES}
@@ -109,7 +109,7 @@ class Totals(Following):
 
     def kept(self, value: Value) -> Value:
         """A value that gets a name: if it can be combined, that is done where the name is used."""
-        combines = value.kind in _SUMMED or value.kind in ROWS - {Kind.COLUMNS, Kind.VIEWS}
+        combines = value.kind in _SUMMED or value.kind in ROWS - TURNED - {Kind.VIEWS}
         return replace(value, edits=None) if combines or not self.may_total() else value
 
     def named(self, node: ast.expr, value: Value, kinds: Collection[str]) -> Value:

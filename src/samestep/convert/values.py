@@ -25,6 +25,7 @@ class Kind(StrEnum):
     SOME = "some"  # some of this rank's samples
     VIEWS = "views"  # several tensors of this rank's samples, one after another
     COLUMNS = "columns"  # this rank's samples, along the last dimension
+    STACKED = "stacked"  # this rank's samples, along the second dimension, behind the elements of a list
     ROW = "row"  # a single sample of this rank
     PART = "part"  # a term: the sum over the ranks is the serial script's value
     COUNT = "count"  # the number of this rank's samples in the batch; also a term
@@ -34,7 +35,8 @@ class Kind(StrEnum):
     OTHER = "other"  # depends on this rank's share in another way; `of` says how
 
 
-ROWS = {Kind.BATCH, Kind.ROWS, Kind.SOME, Kind.VIEWS, Kind.COLUMNS}
+TURNED = {Kind.COLUMNS, Kind.STACKED}
+ROWS = {Kind.BATCH, Kind.ROWS, Kind.SOME, Kind.VIEWS, *TURNED}
 BETWEEN = "compares samples of a share with each other"
 PAIRS = f"{BETWEEN}; see docs/losses.md"
 NUMBERS = {Kind.PART, Kind.COUNT, Kind.MEAN}
@@ -182,7 +184,7 @@ def combined(op: ast.operator, left: Value, right: Value) -> Value:
     # a model stands for its parameters, which are equal on all ranks
     left, right = (Value() if value.kind == "model" else value for value in (left, right))
     kinds = {left.kind, right.kind}
-    if isinstance(op, ast.MatMult) and Kind.COLUMNS in kinds:
+    if isinstance(op, ast.MatMult) and Kind.COLUMNS in kinds and Kind.ALIKE not in kinds:
         return Value(Kind.OTHER, PAIRS)
     if kinds & ROWS and kinds <= {*ROWS, Kind.ALIKE, Kind.COUNT, Kind.PER}:
         return rows_of(kinds)
@@ -203,7 +205,9 @@ def makes_pairs(kinds: set[str]) -> bool:
 
 def rows_of(kinds: set[str]) -> Value:
     """The result of a computation sample by sample."""
-    return Value(next((kind for kind in (Kind.SOME, Kind.VIEWS, Kind.COLUMNS) if kind in kinds), Kind.ROWS))
+    return Value(
+        next((kind for kind in (Kind.SOME, Kind.VIEWS, *sorted(TURNED)) if kind in kinds), Kind.ROWS)
+    )
 
 
 def _number(op: ast.operator, left: Value, right: Value) -> Kind | None:
