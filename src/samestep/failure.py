@@ -56,11 +56,10 @@ class Frame(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A record: the last lines of the exception, of its group and of its cause, the user's frames, the exit code.
+    """A record: the last lines of the exception, of its group and of its cause, the user's frames, the exit code."""
 
-    `ranks` are those that differ from the others, if the exception names them; `handled` is the exception that the
-    script was handling when this one was raised.
-    """
+    # `ranks` are those that differ from the others, if the exception names them; `handled` is the exception that the
+    # script was handling when this one was raised.
 
     exception: str
     group: str
@@ -121,10 +120,8 @@ _REMEDIES = {
 
 
 def add_remedy(error: BaseException, rank: int = 0, share: tuple[int, int] = (0, 0)) -> None:
-    """Add to a known exception of another library, on this rank, what to write instead.
-
-    share: this rank's number of samples in the batch at hand, and that of all ranks.
-    """
+    """Add to a known exception of another library, on this rank, what to write instead."""
+    # share: this rank's number of samples in the batch at hand, and that of all ranks.
     said = [remedy for words, remedy in _REMEDIES.items() if words in str(error)]
     is_torn = isinstance(error, EOFError | FileNotFoundError) or "PytorchStreamReader" in str(error)
     if rank and is_torn and any(step.file.endswith(_OF_TORCHS_LOAD) for step in _steps(error)):
@@ -221,10 +218,8 @@ def typed(path: Path) -> str:
 
 
 def write_failure(env: Mapping[str, str], error: BaseException, code: int) -> None:
-    """Record that this process ends with `code` for this exception; never raises, never hides the exception.
-
-    Of SystemExit the code alone is recorded.
-    """
+    """Record that this process ends with `code` for this exception; never raises, never hides the exception."""
+    # Of SystemExit the code alone is recorded.
     if (run := own_run(env, "failures")) is None:
         return
     with suppress(Exception):
@@ -268,10 +263,8 @@ def read_failure(path: Path, pid: int) -> Failure | None:
 
 
 def _handled(error: BaseException) -> str:
-    """The script's exception during whose handling, as in `finally`, this one was raised, with its line.
-
-    No exception that only says what happened to another rank.
-    """
+    """The script's exception during whose handling, as in `finally`, this one was raised, with its line."""
+    # No exception that only says what happened to another rank.
     before = error.__context__
     while before is not None:
         lines, frames = _text(before).splitlines(), [step for step in _steps(before) if is_users(step.file)]
@@ -298,10 +291,9 @@ def _steps(error: BaseException) -> list[Frame]:
 
 
 def _frames(error: BaseException) -> list[Frame]:
-    """The frames in the user's files, the innermost last; if there are none, the last frame of all.
-
-    Where a library raises an error from one that the script raised in a call by that library, the frames of the latter.
-    """
+    """The frames in the user's files, the innermost last; if there are none, the last frame of all."""
+    # Where a library raises an error from one that the script raised in a call by that library, the frames of the
+    # latter.
     frames, caused = _steps(error), _steps(error.__cause__) if error.__cause__ else []
     own, of_cause = ([frame for frame in some if is_users(frame.file)] for some in (frames, caused))
     is_librarys = bool(frames) and not is_users(frames[-1].file)

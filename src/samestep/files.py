@@ -99,10 +99,8 @@ def open_directory(directory: Path) -> Iterator[int]:
 
 
 def open_regular(path: Path, depth: int = 1) -> int:
-    """A descriptor of a regular file in a directory that others may write: no pipe, no device, no link.
-
-    The last `depth` parts of the path must not be links. Raises OSError.
-    """
+    """A descriptor of a regular file in a directory that others may write: no pipe, no device, no link."""
+    # The last `depth` parts of the path must not be links. Raises OSError.
     *folders, name = path.parts[-depth:]
     fd = os.open(path.parents[depth - 1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -110,10 +110,8 @@ class Hang(NamedTuple):
         return f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} gone on"
 
     def sentence(self, least_s: float = 0.0) -> str:
-        """Which ranks wait where, for how long and for whom, and what the missing ranks do.
-
-        Only ranks that have waited for about `least_s` are named: pulses differ in age, so times are not exact.
-        """
+        """Which ranks wait where, for how long and for whom, and what the missing ranks do."""
+        # Only ranks that have waited for about `least_s` are named: pulses differ in age, so times are not exact.
         if not self.waiting:
             return f"the run has waited {duration(self.seconds)} for the end of {self._for_whom()}"
         listed = [state for state in self.waiting if state.seconds >= 0.8 * least_s] or list(self.waiting)

@@ -14,10 +14,9 @@ from samestep.convert.source import Edit, Source
 
 
 class Kind(StrEnum):
-    """How a value depends on a rank's share; all other kinds (loader, model, function, …) are equal on all ranks.
+    """How a value depends on a rank's share; all other kinds (loader, model, function, …) are equal on all ranks."""
 
-    But "own", which is the path of a temporary file or directory: each rank has one.
-    """
+    # But "own", which is the path of a temporary file or directory: each rank has one.
 
     ALIKE = "alike"  # equal on all ranks
     BATCH = "batch"  # a batch of a loader: a container of rows

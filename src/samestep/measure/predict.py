@@ -143,10 +143,8 @@ class Model:
     weak: bool = False
 
     def part(self, size: int, name: str) -> float:
-        """Seconds of a part at a size: a + b * share, fitted to the measured sizes; with a single size, see _SHARED.
-
-        The step waits for the rank with the largest share: of 64 samples on 48 ranks, that is 2.
-        """
+        """Seconds of a part at a size: a + b * share, fitted to the measured sizes; with a single size, see _SHARED."""
+        # The step waits for the rank with the largest share: of 64 samples on 48 ranks, that is 2.
         seconds = [fmean(row.of_rank(rank)[name] for rank in range(row.variant.size)) for row in self.rows]
         if self.weak:
             return median(seconds)
@@ -206,10 +204,8 @@ def measure_link() -> Link:
 
 
 def link_from_sweep(sweep: Sequence[tuple[float, float]], size: int, *, is_gloo: bool = True) -> Link:
-    """The latency from the smallest all-reduce, and the bandwidth from differences between large all-reduces.
-
-    Total times of large all-reduces would show a too high bandwidth: a burst may carry their first bytes.
-    """
+    """The latency from the smallest all-reduce, and the bandwidth from differences between large all-reduces."""
+    # Total times of large all-reduces would show a too high bandwidth: a burst may carry their first bytes.
     took, latency_s = [seconds for _, seconds in sweep], sweep[0][1]
     slope = linear_regression([num_bytes for num_bytes, _ in sweep[-3:]], took[-3:]).slope
     if slope <= 0 or min(took) < 0.8 * latency_s or took[-1] < 1.2 * latency_s:

@@ -194,11 +194,9 @@ def _check_room(chosen: Sequence[Variant], cores: int) -> None:
 
 
 def measure(plan: Plan, report: Callable[[int, str, str], None]) -> list[Measured]:
-    """All runs of the plan, including those of an interrupted measurement.
-
-    Before each run, `report` gets the number of finished runs, the next run, and the time left.
-    Raises WorkerFailed if a run fails, UsageError if the script takes no steps that can be measured.
-    """
+    """All runs of the plan, including those of an interrupted measurement."""
+    # Before each run, `report` gets the number of finished runs, the next run, and the time left. Raises WorkerFailed
+    # if a run fails, UsageError if the script takes no steps that can be measured.
     plan.directory.mkdir(parents=True, exist_ok=True)
     order = []
     for repeat in range(plan.repeat):

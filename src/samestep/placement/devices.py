@@ -104,10 +104,8 @@ def control_groups(controller: str) -> list[Path]:
 def share_cores(
     count: int, env: Mapping[str, str] | None = None, root: Path = Path("/")
 ) -> tuple[list[list[int] | None], int]:
-    """Each worker's cores (None: not bound), and a number of threads that is the same for all workers.
-
-    A worker's cores are near its device, if the machine tells which those are.
-    """
+    """Each worker's cores (None: not bound), and a number of threads that is the same for all workers."""
+    # A worker's cores are near its device, if the machine tells which those are.
     if not hasattr(os, "sched_getaffinity"):
         return [None] * count, max(1, len(cores()) // count)
     usable, allowed = cores(), os.sched_getaffinity(0)

@@ -45,10 +45,8 @@ class Placement:
 
 
 def place(env: Env, *, run: str | None = None, usable: int | None = None, cores: int = 1) -> Placement:
-    """The placement that an environment describes, for a process that may use `usable` of its machine's `cores`.
-
-    `run` is a name that only the processes of this run share, for launchers that name no run.
-    """
+    """The placement that an environment describes, for a process that may use `usable` of its machine's `cores`."""
+    # `run` is a name that only the processes of this run share, for launchers that name no run.
     env = launchers.without_leftovers(env)
     launch = launchers.recognise(env)
     facts, notes = _complete(launch.facts)

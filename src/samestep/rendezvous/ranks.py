@@ -28,10 +28,8 @@ _FIRST = "0-0"
 def connect_ranks(
     here: Placement, limit_s: float, facts: Mapping[str, Any] | None = None, *, is_port_used: bool = False
 ) -> Tree:
-    """Collective. Connect this process with all ranks of its run, which compare some of their facts, as versions.
-
-    If torch already listens at MASTER_PORT, rank 0 takes another port, which all ranks derive from it.
-    """
+    """Collective. Connect this process with all ranks of its run, which compare some of their facts, as versions."""
+    # If torch already listens at MASTER_PORT, rank 0 takes another port, which all ranks derive from it.
     key, run = key_of_run(os.environ, here.launcher), here.run or ""
     folders = [private_folder(key, run, str(here.master_port), turn) for turn in _TURNS]
     expected = hosts_of_ranks(os.environ, here.size)

@@ -165,10 +165,8 @@ class Tree:
         expected: bytes = b"",
         limit_s: float | None = None,
     ) -> tuple[bytes | None, bytes | None]:
-        """Local. Change the store of all processes, in the same order everywhere; the value before and after.
-
-        Raises RankMissing if number 0 is gone, or does not answer within the limit.
-        """
+        """Local. Change the store of all processes, in the same order everywhere; the value before and after."""
+        # Raises RankMissing if number 0 is gone, or does not answer within the limit.
         with self._condition:
             self._changes += 1
             serial = self._changes

@@ -17,10 +17,8 @@ _UNSET = (
 
 
 def allocation_command(env: Mapping[str, str], args: Sequence[str], is_counted: bool) -> list[str] | None:
-    """The command that starts `samestep run args` on each node; None if no job step is needed.
-
-    Unless the arguments fix the number of processes per node (`is_counted`), the allocation's tasks or devices do.
-    """
+    """The command that starts `samestep run args` on each node; None if no job step is needed."""
+    # Unless the arguments fix the number of processes per node (`is_counted`), the allocation's tasks or devices do.
     srun, clean = shutil.which("srun"), shutil.which("env")
     if not env.get("SLURM_JOB_NODELIST") or not srun or not clean:
         return None

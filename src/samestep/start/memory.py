@@ -18,10 +18,8 @@ _OF_A_RANK = 128 << 20
 
 
 def check_room(count: int, script: Path | None = None) -> None:
-    """Refuse more processes with torch than fit into memory: they would stop the whole machine, not only the run.
-
-    Without a script, the processes are assumed to import torch.
-    """
+    """Refuse more processes with torch than fit into memory: they would stop the whole machine, not only the run."""
+    # Without a script, the processes are assumed to import torch.
     memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _limit() or sys.maxsize)
     most = max(1, memory // _OF_A_RANK)
     if count > most and (script is None or imports_torch(script)):

@@ -229,10 +229,8 @@ class Launchers:
                 lost = error
 
     def begin(self, size: int, address: str, port: int, past: Past) -> tuple[NodeRanks, list[Past]]:
-        """This node's ranks in the next attempt, which has a new key, and the histories of all nodes.
-
-        `address` is used only if this is the only node.
-        """
+        """This node's ranks in the next attempt, which has a new key, and the histories of all nodes."""
+        # `address` is used only if this is the only node.
         if self._peers:
             self._peers.take_news(_news_from)
             address = self._peers.position.address or address

@@ -58,10 +58,8 @@ class WorkerGroup:
         grace_s: float = GRACE_S,
         stop_signal: int | None = None,
     ) -> None:
-        """Raises OSError if a worker cannot be started.
-
-        Signals arrive as bytes from the descriptor `signals`; `stop_signal` arrived before this start.
-        """
+        """Raises OSError if a worker cannot be started."""
+        # Signals arrive as bytes from the descriptor `signals`; `stop_signal` arrived before this start.
         self.began = time.monotonic()
         self.workers: list[Worker] = []
         self._terminal, self._signals, self._is_over_elsewhere = terminal, signals, is_over_elsewhere

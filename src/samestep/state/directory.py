@@ -131,10 +131,8 @@ class CheckpointDirectory:
             slots.write(packed, self._seal(dir_fd, step, self._hold(dir_fd)))
 
     def newest(self, read: Read[T], slots: Slots | None = None) -> Newest[T] | None:
-        """The result of `read(name, dir_fd)` for the newest commit that it accepts; None if there is no commit.
-
-        If `slots` hold a newer state, `read` gets its descriptor as the name.
-        """
+        """The result of `read(name, dir_fd)` for the newest commit that it accepts; None if there is no commit."""
+        # If `slots` hold a newer state, `read` gets its descriptor as the name.
         refused: list[str] = []
         try:
             with open_directory(self._at) as dir_fd:

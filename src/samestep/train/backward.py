@@ -178,11 +178,10 @@ class Backward(Member):
 
 
 class Hooks(Member):
-    """Gives the script's hooks on activations and modules, and `retain_grad`, the gradients of the serial script.
+    """Gives the script's hooks on activations and modules, and `retain_grad`, the gradients of the serial script."""
 
-    In backward a rank's gradient is multiplied by the share's weight. A hook that clips the gradient of an activation
-    has to see it without that weight.
-    """
+    # In backward a rank's gradient is multiplied by the share's weight. A hook that clips the gradient of an activation
+    # has to see it without that weight.
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -203,10 +202,8 @@ class Hooks(Member):
         setattr(owner, name, wraps(original)(registering(original)))
 
     def _factor(self, is_weighed_inside: bool) -> float:
-        """What takes a gradient of the running backward to the serial script's.
-
-        With loss="sum" the weight is applied inside of the model's call, and not where backward begins.
-        """
+        """What takes a gradient of the running backward to the serial script's."""
+        # With loss="sum" the weight is applied inside of the model's call, and not where backward begins.
         weights = self._spine.weights
         if is_weighed_inside:
             return 1.0 / float(self.group.world.size)

@@ -17,12 +17,11 @@ _MANY_LOSSES = 4
 
 
 class Averaged(NamedTuple):
-    """How a tensor depends on reductions over this rank's samples.
+    """How a tensor depends on reductions over this rank's samples."""
 
-    `does`: the operation that made it differ from an average over samples, with its line; "" where it is an average.
-    `of_model`: whether it depends on a model's outputs. `sums`: whether it has a sum over samples that is not divided
-    by their number. `means`: whether it has a mean over this rank's samples.
-    """
+    # `does`: the operation that made it differ from an average over samples, with its line; "" where it is an average.
+    # `of_model`: whether it depends on a model's outputs. `sums`: whether it has a sum over samples that is not divided
+    # by their number. `means`: whether it has a mean over this rank's samples.
 
     does: str = ""
     of_model: bool = False
@@ -36,11 +35,9 @@ def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
 
 
 def kind_of(found: dict[str, Any], share: Share | None) -> tuple[str | None, float | None]:
-    """The kind of a loss that was reduced so, "mean", "sum" or None, and a mean's number of terms.
-
-    A sum divided by the whole batch's size is a sum. So is a sum of as many mean losses as this rank has samples;
-    divided by that number it is a mean.
-    """
+    """The kind of a loss that was reduced so, "mean", "sum" or None, and a mean's number of terms."""
+    # A sum divided by the whole batch's size is a sum. So is a sum of as many mean losses as this rank has samples;
+    # divided by that number it is a mean.
     count, mine = found.get("terms"), share.mine if share is not None else 0
     if found["reduction"] == "mean":
         is_sum = found["losses"] >= mine >= _MANY_LOSSES and found["divisor"] is None

@@ -224,10 +224,9 @@ class _Clock:
 
 
 class _DeviceClock(_Clock):
-    """A clock that records a device event at each mark, and reads it when the device has passed it.
+    """A clock that records a device event at each mark, and reads it when the device has passed it."""
 
-    A loss is copied to the host without waiting, and read when the device has passed the end of its step.
-    """
+    # A loss is copied to the host without waiting, and read when the device has passed the end of its step.
 
     late_by = 128  # a device's queue has room for fewer steps
 

@@ -84,11 +84,9 @@ class Origins:
         return next((share for share in self.open_shares if share.of.training), self.at_hand)
 
     def share_of(self, args: Any, kwargs: Mapping[str, Any]) -> Share | None:
-        """The share of the batch that a model's input belongs to.
-
-        An input that was computed belongs to the batch that is trained on. Where no pass is iterated, it belongs to the
-        latest batch with as many rows.
-        """
+        """The share of the batch that a model's input belongs to."""
+        # An input that was computed belongs to the batch that is trained on. Where no pass is iterated, it belongs to
+        # the latest batch with as many rows.
         if (share := self.batch_of(args, kwargs)) is not None:
             return share
         if not self._passes or (len(self._passes) == 1 and not self._passes[0].is_left):

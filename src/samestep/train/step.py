@@ -23,11 +23,10 @@ from samestep.train.weights import Weights
 
 
 class Spine(Member):
-    """Counts steps and tells subscribers of events.
+    """Counts steps and tells subscribers of events."""
 
-    derives_twice: whether a backward has kept a graph of its own, as a gradient penalty asks.
-    origins: which batch a tensor or a collected number is from. weights: the factors of losses and gradients.
-    """
+    # derives_twice: whether a backward has kept a graph of its own, as a gradient penalty asks. origins: which batch a
+    # tensor or a collected number is from. weights: the factors of losses and gradients.
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

@@ -16,10 +16,8 @@ _UNIT = 1 << 1074  # every float is an integer divided by this
 
 
 def number(value: Any) -> list[Any]:
-    """A number as a term of a sum: whether it is an integer, its units, and its value if it is not finite.
-
-    None adds nothing.
-    """
+    """A number as a term of a sum: whether it is an integer, its units, and its value if it is not finite."""
+    # None adds nothing.
     if value is None or isinstance(value, Integral):
         return [1, int(value or 0) * _UNIT, 0.0]
     if not isfinite(value := float(value)):

@@ -187,10 +187,9 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
 
 
 class _MadeByAll(torch.autograd.Function):
-    """Identity on a total. Every rank's loss depends on it, so its gradient is the sum of all ranks' gradients.
+    """Identity on a total. Every rank's loss depends on it, so its gradient is the sum of all ranks' gradients."""
 
-    In backward each rank's gradient is brought to the weight of the rank's share, summed, and brought back.
-    """
+    # In backward each rank's gradient is brought to the weight of the rank's share, summed, and brought back.
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, whole: torch.Tensor, call: str, back: _Back) -> torch.Tensor:

@@ -277,10 +277,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def _run_probes(self, func: Any, args: Any, kwargs: Any, *, as_guessed: bool = True) -> tuple[Any, bool]:
-        """The operation's result on probes, None where it fails, and whether it is sure.
-
-        Where it fails with guessed probes, it is tried again as if the guessed tensors had no batch dimension.
-        """
+        """The operation's result on probes, None where it fails, and whether it is sure."""
+        # Where it fails with guessed probes, it is tried again as if the guessed tensors had no batch dimension.
         if func._opname in _VIEWS | _GROWN | _SIZED or func.namespace not in ("aten", "prims"):
             return None, True
         operands: list[Traced] = []

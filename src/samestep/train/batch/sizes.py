@@ -54,13 +54,12 @@ Order = tuple[int, ...] | None
 
 
 class Traced(NamedTuple):
-    """A tensor and what is known of it.
+    """A tensor and what is known of it."""
 
-    probe: the same tensor at another batch size, None where that is not known; if not `sure`, it is a guess.
-    averaged: how the tensor depends on averages over this rank's samples, None where it does not.
-    order: the samples in the tensor, if they are not all there in the batch's order; a single index where the tensor is
-        one sample without a batch dimension. None: random numbers, which may be of samples in any order.
-    """
+    # probe: the same tensor at another batch size, None where that is not known; if not `sure`, it is a guess.
+    # averaged: how the tensor depends on averages over this rank's samples, None where it does not. order: the samples
+    # in the tensor, if they are not all there in the batch's order; a single index where the tensor is one sample
+    # without a batch dimension. None: random numbers, which may be of samples in any order.
 
     tensor: torch.Tensor
     probe: torch.Tensor | None

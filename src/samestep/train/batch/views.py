@@ -33,11 +33,9 @@ def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
 def dim_after_view(
     old: Sequence[int], new: Sequence[int], dim: int, before: int, mine: int
 ) -> tuple[int, int]:
-    """The dimension of `mine` samples after a view, and the size merged before them there; LookupError if none.
-
-    A view keeps the order of elements, so the product of the sizes before the samples stays. Example: 8 samples are in
-    dimension 1 of (5, 8, 3). In a view of (40, 3) they are in dimension 0, behind a merged size of 5.
-    """
+    """The dimension of `mine` samples after a view, and the size merged before them there; LookupError if none."""
+    # A view keeps the order of elements, so the product of the sizes before the samples stays. Example: 8 samples are
+    # in dimension 1 of (5, 8, 3). In a view of (40, 3) they are in dimension 0, behind a merged size of 5.
     ahead, behind = old[:dim], old[dim + 1 :]
     before *= math.prod(ahead)
     passed = 1

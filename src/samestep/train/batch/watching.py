@@ -38,11 +38,10 @@ _IN_BACKWARD = ("backward", "exchange")
 
 
 class Again:
-    """Decides whether a batch is watched again: after a loss whose number of operations no watched batch had.
+    """Decides whether a batch is watched again: after a loss whose number of operations no watched batch had."""
 
-    That shows a term that the loss has only after a warm-up, or in every 16th step, and costs less than to walk the
-    graph. Where every batch has another number of operations, batches are watched less and less often.
-    """
+    # That shows a term that the loss has only after a warm-up, or in every 16th step, and costs less than to walk the
+    # graph. Where every batch has another number of operations, batches are watched less and less often.
 
     def __init__(self) -> None:
         self._operations = self._until = self._not_before = 0

@@ -26,11 +26,9 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def pack(
     state: object, meta: Mapping[str, Any] | None = None, into: Tensor | None = None
 ) -> state_file.Packed:
-    """Local. Lay a state out for writing: in the tensors' own memory, or copied into a flat uint8 tensor.
-
-    `into` takes `Packed.bulk` bytes. Where it is pinned, copies from a device are under way until the
-    device's stream has been synchronised.
-    """
+    """Local. Lay a state out for writing: in the tensors' own memory, or copied into a flat uint8 tensor."""
+    # `into` takes `Packed.bulk` bytes. Where it is pinned, copies from a device are under way until the device's stream
+    # has been synchronised.
     used = 0
 
     def leaf(value: object, where: Path) -> tuple[Hashable, Blob, Callable[[], memoryview]] | None:

@@ -203,10 +203,8 @@ class Checkpoint:
         self._is_held = True
 
     def _gather(self, number: int = 0) -> int:
-        """Collective. Gather every rank's values and random streams; raise if ranks consumed different samples.
-
-        Returns rank 0's number.
-        """
+        """Collective. Gather every rank's values and random streams; raise if ranks consumed different samples."""
+        # Returns rank 0's number.
         for part in self._parts.values():
             if isinstance(part, Values):
                 part.gather()

@@ -68,12 +68,11 @@ class StopRequests:
 
 
 class CommonStep:
-    """Finds a step after which all ranks decide together, soon after any rank has a reason to.
+    """Finds a step after which all ranks decide together, soon after any rank has a reason to."""
 
-    A thread of each rank looks for reasons, its own and in the store. If there is a reason, it writes into the store
-    which step its rank will finish next, and at that step the rank waits until all ranks have written theirs. The
-    latest of these steps is the common step: no rank has passed it. A step without a reason costs nothing.
-    """
+    # A thread of each rank looks for reasons, its own and in the store. If there is a reason, it writes into the store
+    # which step its rank will finish next, and at that step the rank waits until all ranks have written theirs. The
+    # latest of these steps is the common step: no rank has passed it. A step without a reason costs nothing.
 
     def __init__(self, group: Group, number: int, has_reason: Callable[[float], bool]) -> None:
         """`number` tells it from others of the group; `has_reason` gets the seconds that a step takes."""

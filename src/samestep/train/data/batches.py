@@ -120,11 +120,9 @@ def _refuse_exit(status: object = None) -> NoReturn:
 
 
 def _outlive_sigterm() -> None:
-    """In a loader's worker: ignore a SIGTERM that a scheduler sends to all processes, if the rank handles SIGTERM.
-
-    Otherwise the worker would end, and the rank, which commits at a SIGTERM, would fail without its worker. The worker
-    still ends at a SIGTERM that its rank sends.
-    """
+    """In a loader's worker: ignore a SIGTERM that a scheduler sends to all processes, if the rank handles SIGTERM."""
+    # Otherwise the worker would end, and the rank, which commits at a SIGTERM, would fail without its worker. The
+    # worker still ends at a SIGTERM that its rank sends.
     if not callable(signal.getsignal(signal.SIGTERM)):
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -167,10 +165,8 @@ def content(sample: Any) -> bytes:
 def on_device(
     batches: Iterator[Any], device: torch.device, side: torch.Stream | None, *, pins: bool = False
 ) -> Iterator[Any]:
-    """The batches on the device; with a side stream a batch is copied while the batch before it is used.
-
-    pins: copy from pinned memory, which does not block the script.
-    """
+    """The batches on the device; with a side stream a batch is copied while the batch before it is used."""
+    # pins: copy from pinned memory, which does not block the script.
     if device.type == "cpu":
         yield from (map_tensors(_pinned, batch, movable=True) for batch in batches) if pins else batches
         return

@@ -21,10 +21,9 @@ from samestep.train.streams import streams_kept
 
 
 class Collated:
-    """A collate_fn of samples and this rank's part of them; returns its part of the batch, and the ragged tensors.
+    """A collate_fn of samples and this rank's part of them; returns its part of the batch, and the ragged tensors."""
 
-    With None as the part, all samples are this rank's.
-    """
+    # With None as the part, all samples are this rank's.
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -55,11 +54,9 @@ class Collated:
 def _cut(
     whole: Any, mine: Any, rows: Rows, ragged: Mapping[str, Ragged] | None = None, name: str = ""
 ) -> Any:
-    """This rank's rows of the whole batch; LookupError where a part of the batch has no row for each sample.
-
-    `mine` is collated of this rank's samples alone: the dimension of the samples has another size there. `ragged` are
-    the concatenated tensors by their places; their rows are taken if they have the same values in both batches.
-    """
+    """This rank's rows of the whole batch; LookupError where a part of the batch has no row for each sample."""
+    # `mine` is collated of this rank's samples alone: the dimension of the samples has another size there. `ragged` are
+    # the concatenated tensors by their places; their rows are taken if they have the same values in both batches.
     stop = rows.start + rows.mine
     if type(whole) is not type(mine):
         raise LookupError
@@ -131,10 +128,8 @@ def _across(cut: Any, whole: Any, rows: Rows) -> Iterator[tuple[str, Ragged]]:
 
 
 def _concatenated(before: Any, mine: Any, whole: Any) -> Iterator[tuple[str, Ragged]]:
-    """Each tensor that is concatenated in the whole batch, by its place, with this rank's rows of it.
-
-    `before` is collated of the samples before this rank's; None if there are none.
-    """
+    """Each tensor that is concatenated in the whole batch, by its place, with this rank's rows of it."""
+    # `before` is collated of the samples before this rank's; None if there are none.
     ahead, all_of_it = dict(named_tensors(before)), dict(named_tensors(whole))
     for name, tensor in named_tensors(mine):
         of_all, of_ahead = all_of_it.get(name), ahead.get(name)

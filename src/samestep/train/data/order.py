@@ -59,10 +59,8 @@ class Order:
         return self._length_now() or 0
 
     def begin(self, *, again: bool) -> None:
-        """Begin a pass: draw what a new iterator of torch's DataLoader draws; with `again` the iterator is kept.
-
-        Collective where the length has changed since the last pass.
-        """
+        """Begin a pass: draw what a new iterator of torch's DataLoader draws; with `again` the iterator is kept."""
+        # Collective where the length has changed since the last pass.
         if self.length != (length := self._expected.get("length", self._length_now())):
             self.length = length
             for rank, theirs in enumerate(self._group.all_gather("samestep.loader's length", length)):
@@ -75,10 +73,8 @@ class Order:
             streams.draw_seed()
 
     def draw(self, epoch: int, *, alike: bool, lazily: bool) -> "Drawn":
-        """The samples of this epoch. Collective where the order is drawn, and with `alike`: ranks compare it.
-
-        With `lazily` a sampler draws from the script's stream when it is asked; ranks' streams are equal then.
-        """
+        """The samples of this epoch. Collective where the order is drawn, and with `alike`: ranks compare it."""
+        # With `lazily` a sampler draws from the script's stream when it is asked; ranks' streams are equal then.
         expected, self._expected = self._expected, {}
         if self._seed is None and self._shuffle:
             self.pass_seed = expected.get("seed") or self._drawn_seed()

@@ -177,12 +177,11 @@ class Reading:
 
 
 class _Draws:
-    """The random streams that a dataset draws from where it is read in this process.
+    """The random streams that a dataset draws from where it is read in this process."""
 
-    By default ranks' streams differ, so a dataset has streams of its own, which go on from rank 0's. One that the
-    script has not drawn from since the last batch is the script's too. With `follows` ranks' streams are equal, and all
-    are the script's, as long as few enough were drawn from in turns.
-    """
+    # By default ranks' streams differ, so a dataset has streams of its own, which go on from rank 0's. One that the
+    # script has not drawn from since the last batch is the script's too. With `follows` ranks' streams are equal, and
+    # all are the script's, as long as few enough were drawn from in turns.
 
     def __init__(self, is_scripts: bool, follows: bool, parted: list[Any]) -> None:
         """is_scripts: whether the script's streams go on behind what the dataset drew."""
@@ -214,10 +213,9 @@ class _Draws:
 
 
 class _Shares:
-    """A collate_fn of whole batches; returns this rank's part, the number of samples, and a digest of the batch.
+    """A collate_fn of whole batches; returns this rank's part, the number of samples, and a digest of the batch."""
 
-    A rank without a share gets the whole batch, since in training it takes the step too.
-    """
+    # A rank without a share gets the whole batch, since in training it takes the step too.
 
     def __init__(
         self, collate: Callable[[list[Any]], Any] | None, rank: int, size: int, *, cuts: bool

@@ -18,11 +18,10 @@ _STATE = 5056  # bytes of torch's generator: seed, how many words are left, whet
 
 
 class Skipping:
-    """Draws this rank's values, piece by piece as they are adjacent, and skips those of the other ranks.
+    """Draws this rank's values, piece by piece as they are adjacent, and skips those of the other ranks."""
 
-    Skipping is cheaper than drawing. It depends on the build of torch and on the processor, so it is done only where a
-    trial has given the values of the whole draw.
-    """
+    # Skipping is cheaper than drawing. It depends on the build of torch and on the processor, so it is done only where
+    # a trial has given the values of the whole draw.
 
     def __init__(self) -> None:
         self._each: dict[tuple[str, torch.dtype], int] = {}
@@ -69,10 +68,9 @@ class Skipping:
 
 
 class _Twister:
-    """NumPy's Mersenne Twister, which makes the next 624 words in a tenth of the time that torch takes to draw them.
+    """NumPy's Mersenne Twister, which makes the next 624 words in a tenth of the time that torch takes to draw them."""
 
-    Torch's generator makes the same words, but has no function that passes over them.
-    """
+    # Torch's generator makes the same words, but has no function that passes over them.
 
     def __init__(self) -> None:
         self._generator = np.random.MT19937(0)  # owns the memory that is read and written here

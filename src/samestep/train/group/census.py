@@ -76,11 +76,9 @@ def by_rank(items: Iterable[Item], size: int) -> list[Any]:
 def added(
     blocks: Mapping[tuple[int, int], Value], size: int, add: Callable[[Value, Value], Value]
 ) -> dict[tuple[int, int], Value]:
-    """Add neighbouring blocks of 2**level ranks or microbatches, keyed by level and number, as far as possible.
-
-    Example: blocks (0, 2) and (0, 3) become (1, 1). Which blocks are added depends only on `size`, so every
-    distribution over processes and machines gives the same bits.
-    """
+    """Add neighbouring blocks of 2**level ranks or microbatches, keyed by level and number, as far as possible."""
+    # Example: blocks (0, 2) and (0, 3) become (1, 1). Which blocks are added depends only on `size`, so every
+    # distribution over processes and machines gives the same bits.
     done: dict[tuple[int, int], Value] = {}
     todo = sorted(blocks.items(), key=itemgetter(0), reverse=True)
     while todo:

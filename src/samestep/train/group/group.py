@@ -184,12 +184,10 @@ class Group:
         os.environ[name] = value
 
     def close(self) -> bool:
-        """Collective. Close the members, wait for the other ranks for a moment, and leave the process groups.
-
-        Gloo's threads abort a process that exits under them, and a peer that is still sending does the same: so
-        the replicas go first, then all ranks come together, then the groups are destroyed. False where a member
-        could not save what it held.
-        """
+        """Collective. Close the members, wait for the other ranks for a moment, and leave the process groups."""
+        # Gloo's threads abort a process that exits under them, and a peer that is still sending does the same: so the
+        # replicas go first, then all ranks come together, then the groups are destroyed. False where a member could not
+        # save what it held.
         saved = True
         self._marks.clear()
         self._phases_heard.clear()

@@ -77,10 +77,8 @@ class Leaving:
                 self._watch.end_all(code)
 
     def at_exit(self) -> None:
-        """End the group at the end of the interpreter, without a call of the script.
-
-        A failed rank does not wait for others: it exits at once with the code of its failure.
-        """
+        """End the group at the end of the interpreter, without a call of the script."""
+        # A failed rank does not wait for others: it exits at once with the code of its failure.
         error = getattr(sys, "last_value", None)
         if error is not None and sys.excepthook != self._note_failure and not hasattr(sys, "ps1"):
             self._record_failure(error)  # the script has put another hook in the place of this one

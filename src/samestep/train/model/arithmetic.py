@@ -17,10 +17,9 @@ _MEMORY: Any = torch.utils.deterministic  # its one setting is a property, which
 
 
 class FixedArithmetic(Member, Subscriber):
-    """Deterministic kernels and a fixed thread count ($SAMESTEP_EXACT_THREADS, or 1), until it is closed.
+    """Deterministic kernels and a fixed thread count ($SAMESTEP_EXACT_THREADS, or 1), until it is closed."""
 
-    In the first step torch fills new memory with NaN, which shows a script that reads memory before it writes it.
-    """
+    # In the first step torch fills new memory with NaN, which shows a script that reads memory before it writes it.
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

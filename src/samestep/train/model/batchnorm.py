@@ -16,11 +16,10 @@ BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d,
 
 
 class Synced:
-    """Mixed into a BatchNorm: takes statistics over all ranks, with torch's kernels where these can do it.
+    """Mixed into a BatchNorm: takes statistics over all ranks, with torch's kernels where these can do it."""
 
-    torch's kernels cannot be derived twice, as a gradient penalty asks. So a layer's first calls do without them, and
-    all calls once the script has derived anything twice.
-    """
+    # torch's kernels cannot be derived twice, as a gradient penalty asks. So a layer's first calls do without them, and
+    # all calls once the script has derived anything twice.
 
     plain: type[torch.nn.Module]
     # what SyncBatchNorm.forward reads

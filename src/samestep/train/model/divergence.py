@@ -30,11 +30,10 @@ _AND_AFTER = 4
 
 
 class Divergence(Member, Subscriber):
-    """Compares the replicas every $SAMESTEP_CHECK_EVERY training steps (0: never), and after the first few.
+    """Compares the replicas every $SAMESTEP_CHECK_EVERY training steps (0: never), and after the first few."""
 
-    Without that variable it compares every 10 to 200 steps, so that this costs 1 % of the time. The early comparisons
-    find scripts whose replicas differ from the first step on and that end before step 200.
-    """
+    # Without that variable it compares every 10 to 200 steps, so that this costs 1 % of the time. The early comparisons
+    # find scripts whose replicas differ from the first step on and that end before step 200.
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

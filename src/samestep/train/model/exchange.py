@@ -168,10 +168,8 @@ def record_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def times_of(ddp: DistributedDataParallel) -> tuple[float, float]:
-    """Seconds of the latest exchange that DDP timed, and how many of them overlapped with backward.
-
-    DDP times its first ten steps and every hundredth; torch 2.13 has no public function for these times.
-    """
+    """Seconds of the latest exchange that DDP timed, and how many of them overlapped with backward."""
+    # DDP times its first ten steps and every hundredth; torch 2.13 has no public function for these times.
     seen = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     exchanged, hidden = (seen.get(f"backward_{name}_time", 0) for name in ("comm", "compute_comm_overlap"))
     return exchanged / 1e9, hidden / 1e9

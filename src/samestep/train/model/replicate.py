@@ -198,10 +198,8 @@ def _check_device(model: torch.nn.Module, own: torch.device) -> None:
 
 
 def _check_own(model: torch.nn.Module, replicas: Replicas) -> None:
-    """Raise where a trained parameter belongs to another replica too: both would exchange its gradient.
-
-    A replica that has been trained is one no more, as of an encoder that is now to be tuned together with a new head.
-    """
+    """Raise where a trained parameter belongs to another replica too: both would exchange its gradient."""
+    # A replica that has been trained is one no more, as of an encoder that is now to be tuned together with a new head.
     trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def shared() -> Iterator[tuple[str, Replica]]:

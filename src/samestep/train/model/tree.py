@@ -57,11 +57,11 @@ def add_up(own: Mapping[Block, torch.Tensor], like: torch.Tensor, count: int) ->
 
 
 class Tree:
-    """Collects a model's gradients in a step of microbatches.
+    """Collects a model's gradients in a step of microbatches."""
 
-    Every microbatch starts with the buffers from before the step. After the step, floating-point buffers have changed
-    by the mean of the microbatches' changes, and integer buffers (BatchNorm's number of batches) as in one microbatch.
-    """
+    # Every microbatch starts with the buffers from before the step. After the step, floating-point buffers have changed
+    # by the mean of the microbatches' changes, and integer buffers (BatchNorm's number of batches) as in one
+    # microbatch.
 
     def __init__(self, model: torch.nn.Module, group: Group, *, sums: bool) -> None:
         self._group, self._sums = group, sums

@@ -23,11 +23,10 @@ _MOST_NODES = 20
 
 
 class _Weighed(torch.autograd.Function):
-    """Identity whose backward multiplies gradients by the weight at a model's outputs, and divides at its inputs.
+    """Identity whose backward multiplies gradients by the weight at a model's outputs, and divides at its inputs."""
 
-    The loss itself is weighed where backward begins, so the factor is only what is missing there, mostly 1. In a double
-    backward, as of a gradient penalty, the two directions change places.
-    """
+    # The loss itself is weighed where backward begins, so the factor is only what is missing there, mostly 1. In a
+    # double backward, as of a gradient penalty, the two directions change places.
 
     @staticmethod
     def forward(

@@ -35,10 +35,8 @@ _Value = tuple[ast.AST, FrameType | None]  # an expression, and the frame in whi
 
 
 def fixed_sizes(count: int) -> list[bool]:
-    """For each of `count` sizes of the script's draw, whether it is fixed, and not the batch's.
-
-    The list may be longer, where other arguments stand before the sizes. A distribution's event dimensions are fixed.
-    """
+    """For each of `count` sizes of the script's draw, whether it is fixed, and not the batch's."""
+    # The list may be longer, where other arguments stand before the sizes. A distribution's event dimensions are fixed.
     event_dims = len(getattr(distribution_drawn(), "event_shape", ()))
     frame, call = scripts_call()
     # torch.empty(3).normal_() has its size in the first call
@@ -143,11 +141,9 @@ def measured() -> Any:
 
 
 def number_in_line(mine: int) -> tuple[bool, int]:
-    """Of the script's product or quotient: whether a side is a constant, and the power of `mine` in its number.
-
-    `mine` is the number of this rank's samples. The power is 1 for len(x), -1 for 1 / len(x), and 0 where the number
-    does not depend on it or is not known.
-    """
+    """Of the script's product or quotient: whether a side is a constant, and the power of `mine` in its number."""
+    # `mine` is the number of this rank's samples. The power is 1 for len(x), -1 for 1 / len(x), and 0 where the number
+    # does not depend on it or is not known.
     frame, node = scripts_call()
     given = (getattr(node, side, None) for side in ("right", "value", "left"))
     sides = [side for side in given if side is not None]
