@@ -172,11 +172,9 @@ def handled_by_thread(ident: int) -> BaseException | None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Context manager: no garbage is collected.
-
-    Python 3.11 may collect while it makes the object of a frame. Destructors then let the frame's thread go on, and
-    Python writes into the memory of a frame that has ended.
-    """
+    """Context manager: no garbage is collected."""
+    # Python 3.11 may collect while it makes the object of a frame. Destructors then let the frame's thread go on, and
+    # Python writes into the memory of a frame that has ended.
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -26,11 +26,10 @@ Place = tuple[str, int] | str  # an address and a port, or the path of a Unix so
 
 @dataclass(frozen=True)
 class Member:
-    """A process that joins a run, with its key; number -1 takes any number that is free.
+    """A process that joins a run, with its key; number -1 takes any number that is free."""
 
-    A member that finds no place to try within no_place_s gives up with the advice. The script, if given, must be the
-    same for all members, and so must the versions in the facts.
-    """
+    # A member that finds no place to try within no_place_s gives up with the advice. The script, if given, must be the
+    # same for all members, and so must the versions in the facts.
 
     run: str
     number: int

@@ -40,10 +40,7 @@ class Sight(NamedTuple):
 
 
 def look_at(pid: int, stacks: int | None, thread: int = 0) -> Sight:
-    """What this process does, from this thread's stack (0: the main thread) or that of the loader worker it waits for.
-
-    Both write their stacks to the open file `stacks`.
-    """
+    """What this process does, from this thread's stack (0: the main thread), or its loader worker's, in `stacks`."""
     if does := _state(pid):
         return Sight(does)
     dump = _dumped(pid, stacks)

@@ -104,9 +104,7 @@ class Watch:
         return os.path.exists(self._run / STOP)
 
     def look(self, workers: Sequence[Worker], now: float, has_to_end: bool) -> bool:
-        """Report each hang once; returns whether the run must end: the hang has lasted too long, or the run
-        `has_to_end` and is stuck.
-        """
+        """Report each hang once; returns whether the run must end: too long a hang, or it `has_to_end` and is stuck."""
         if now < self._look_at:
             return False
         if now - self._look_at > _ASLEEP_S:

@@ -21,7 +21,6 @@ from samestep.train.first_losses import FirstLosses
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.loss import kind_of, name_of, nodes_before, reduction_of
-from samestep.train.passes import Share
 from samestep.train.script.lines import scripts_frame
 from samestep.train.script.sizes import is_over_samples
 from samestep.train.step import Spine, spine
@@ -88,6 +87,7 @@ class Backward(Member):
         self, original: Any, outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any
     ) -> Any:
         spine = self._spine
+        spine.backwards += 1
         loss = self._first_losses.whole(outputs[0], gradients[0])
         spine.tell(Subscriber.backward_begins, loss)
         self._first_losses.look_at(loss)
@@ -113,7 +113,8 @@ class Backward(Member):
         """Collective for gradients of equal tensors with create_graph, but not in a loop over samples (as MAML's)."""
         spine, size = self._spine, self.group.world.size
         share = spine.origins.trained
-        is_of_sample = size > 1 and share is not None and _is_over_samples(share)
+        frame = scripts_frame(sys._getframe(1))
+        is_of_sample = size > 1 and share is not None and is_over_samples(frame, share.mine or share.all)
         is_in_forward = self.group.phase[0] == "forward"
         weights = spine.models.parameters() if is_in_forward or is_of_sample else ()
         are_weights = {weight.shape for weight in weights}.issuperset(tensor.shape for tensor in inputs)
@@ -270,11 +271,6 @@ def _times(gradients: Sequence[Any], factor: float) -> tuple[Any, ...]:
 def is_functional() -> bool:
     """Whether torch.func or a batched gradient is running; what they compute is not weighed."""
     return torch._C._functorch.maybe_current_level() is not None
-
-
-def _is_over_samples(share: Share) -> bool:
-    """Whether the script is in a loop over this rank's samples."""
-    return is_over_samples(scripts_frame(sys._getframe(1)), share.mine or share.all)
 
 
 def _is_equal_on_ranks(tensor: Any, parameters: set[int]) -> bool:

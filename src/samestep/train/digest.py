@@ -19,10 +19,8 @@ def bit_sums(tensors: Iterable[torch.Tensor]) -> bytes:
 
 @torch.no_grad()
 def digests(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[float, float, int]]:
-    """For each tensor its norm, its projection on a fixed direction (both in float64) and its bit sum.
-
-    Tensors that are close have close norms and projections.
-    """
+    """For each tensor its norm, its projection on a fixed direction (both in float64) and its bit sum."""
+    # Tensors that are close have close norms and projections.
     for tensor in tensors:
         flat = _flat(tensor if widest(tensor.device) == torch.float64 else tensor.cpu())
         square, along = torch.zeros(2, dtype=torch.float64, device=flat.device)

@@ -31,15 +31,20 @@ class Optimizers(Member):
         super().__init__(group)
         self._spine = group.the(Spine)
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(lambda *_: group.enter("user")),
+            register_optimizer_step_post_hook(self._after_step),
         ]
         group.the(Backward)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self.group.enter("user")
+        self.used[optimizer] = self._spine.backwards
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self.group.enter("optimizer")

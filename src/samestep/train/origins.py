@@ -120,10 +120,8 @@ class Origins:
 
     @property
     def is_lent(self) -> bool:
-        """Whether this rank's count is of lent samples, which count on another rank.
-
-        After an evaluation inside of a training step, a count is taken for the evaluation's.
-        """
+        """Whether this rank's count is of lent samples, which count on another rank."""
+        # After an evaluation inside of a training step, a count is taken for the evaluation's.
         if (share := self.at_hand) is None or not share.lent:
             return False
         has_evaluated = self.evaluated is not None and not self.evaluated.training

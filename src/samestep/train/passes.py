@@ -30,7 +30,7 @@ class Pass:
         self.counted = 0
         # run lengths of its batch sizes so far: [samples on all ranks, how many batches of that size in a row]
         self.sizes: list[list[int]] = []
-        self.is_left = self.is_again = self.has_backward = False
+        self.is_left = self.is_again = self.has_backward = self.is_evaluated = False
         self.latest: Share | None = None
         # the latest batch's tensors, and its ragged tensors, by their place in the batch
         self.batch: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -89,10 +89,9 @@ class Ragged(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Share:
-    """This rank's samples of a batch or of a microbatch, as positions in the order of the epoch.
+    """This rank's samples of a batch or of a microbatch, as positions in the order of the epoch."""
 
-    lent: this rank has no samples of its own, and takes the step with weight 0 on samples of another rank.
-    """
+    # lent: this rank has no samples of its own, and takes the step with weight 0 on samples of another rank.
 
     of: Pass
     batch_start: int

@@ -30,7 +30,8 @@ class Spine(Member):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self.steps = self.batches = self.inside_model = self.totals = 0
+        self.steps = self.batches = self.backwards = self.inside_model = self.totals = 0
+        self.epochs_begun = 0  # by loops over `epochs`, to whose beginning a resume leads
         self.models = Models()
         self.is_reading = self.derives_twice = False
         self.origins = Origins(group)

@@ -46,13 +46,13 @@ Digests = dict[str, Digest]
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step of a rank; parameters and buffers are those before the step.
+    """An optimizer step of a rank; parameters and buffers are those before the step."""
 
-    A part belongs to one backward pass: `loss`, `reduction` and `count` of the loss, `given` (a number for each row of
-    the loader's batch), `turn` (the number of that batch), and `forwards`, each with `training` and a number for each
-    of the `rows` of its input and its `out`put. With a loader of samestep it has `samples`, `mine` and `all` (the
-    number of samples in this rank's share and in the whole batch) and `adds` (whether ranks' gradients are added).
-    """
+    # A part belongs to one backward pass: `loss`, `reduction` and `count` of the loss, `given` (a number for each row
+    # of the loader's batch), `turn` (the number of that batch), and `forwards`, each with `training` and a number for
+    # each of the `rows` of its input and its `out`put. With a loader of samestep it has `samples`, `mine` and `all`
+    # (the number of samples in this rank's share and in the whole batch) and `adds` (whether ranks' gradients are
+    # added).
 
     parts: list[dict[str, Any]]
     hyper: list[dict[str, list[float]]]

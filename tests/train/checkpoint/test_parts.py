@@ -240,3 +240,31 @@ def test_a_dict_takes_its_values_to_another_number_of_ranks_where_they_are_alike
         assert "\nCheckpoint cannot keep optimizer, a dict without state_dict and load_state_dict" in said[0]
     kept = "{'steps': 2.5, 7: (1, b'two'), 'nan': nan, 'empty': tensor([], size=(0, 3)), 'half': tensor([0.1000], "
     assert all(kept in text for text in said), said
+
+
+def test_what_a_dict_holds_is_updated_in_place_and_a_models_own_weights_are_not(run, tmp_path):
+    source = """
+        history, hits, rates = [], torch.zeros(2), {"warm": 1.0, "main": 2.0}
+        seen = {"history": history, "hits": hits, "rates": rates, "first": True, "best": model.state_dict()}
+        checkpoint = samestep.Checkpoint(sys.argv[1], seen=seen, model=model)
+        if checkpoint.resume():
+            print(history, hits, rates, list(seen), seen["best"]["bias"], model.bias.tolist())
+            sys.exit()
+        history.append((1, torch.ones(1)))
+        hits += 3
+        rates["main"] = rates.pop("warm")
+        rates["new"] = 0.5
+        del seen["first"]
+        seen["best"] = {name: torch.full_like(weight, 7.0) for name, weight in seen["best"].items()}
+        with torch.no_grad():
+            model.bias.fill_(9.0)
+        checkpoint.step()
+        checkpoint.commit(wait=True)
+    """
+    assert run(source, 1, tmp_path / "commits")[0] == [0]
+    codes, (said,) = run(source, 1, tmp_path / "commits")
+    assert codes == [0], said
+    assert said.splitlines()[-1] == (
+        "[(1, tensor([1.]))] tensor([3., 3.]) {'main': 1.0, 'new': 0.5} ['history', 'hits', 'rates', 'best'] "
+        "tensor([7., 7., 7.]) [9.0, 9.0, 9.0]"
+    )

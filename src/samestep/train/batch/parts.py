@@ -20,10 +20,9 @@ Line = tuple[str, int, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's rows of a whole draw, along `dim`; each row is `after` elements of that dimension.
+    """This rank's rows of a whole draw, along `dim`; each row is `after` elements of that dimension."""
 
-    Another dimension may be merged before the batch. With `chosen` the part is these elements, out of `rows.all`.
-    """
+    # Another dimension may be merged before the batch. With `chosen` the part is these elements, out of `rows.all`.
 
     dim: int
     rows: Rows

@@ -26,13 +26,11 @@ _CUTS = {"slice", "split", "split_with_sizes"}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor has the batch.
+    """Where a tensor has the batch."""
 
-    dim: the dimension, None where the tensor is the same on all ranks.
-    before, after: the sizes that are merged with the batch into that dimension, before and after it.
-    layout: the dimensions in the order of memory.
-    ragged: where the rows are not samples, such as nodes of graphs: the name of a batch's tensor with the same rows.
-    """
+    # dim: the dimension, None where the tensor is the same on all ranks. before, after: the sizes that are merged with
+    # the batch into that dimension, before and after it. layout: the dimensions in the order of memory. ragged: where
+    # the rows are not samples, such as nodes of graphs: the name of a batch's tensor with the same rows.
 
     dim: int | None
     before: int = 1

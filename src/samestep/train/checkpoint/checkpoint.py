@@ -28,6 +28,8 @@ from samestep.train.checkpoint.parts import (
     OWN,
     Part,
     Values,
+    accumulate_again,
+    accumulated,
     checked_every,
     checked_parts,
     load_part,
@@ -92,7 +94,7 @@ class Checkpoint:
         self._parts = checked_parts(directory, unnamed, parts, self._group)
         self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
         for loader in self._loaders.values():
-            loader.keep_ledger(self.finish)
+            loader.keep_ledger(self._epoch_ends)
         # a run that is measured or verified must not change the script's commits
         elsewhere = os.environ.get("SAMESTEP_CHECKPOINTS")
         directory = Path(elsewhere, os.path.abspath(directory).lstrip("/")) if elsewhere else directory
@@ -101,7 +103,8 @@ class Checkpoint:
         others = self._group.the(_Checkpoints).living
         slots = None if others else slots_of(os.environ)  # they have room for one checkpoint's state
         self._writer = Writer(self._directory, self._world.device, self._note_commit, slots)
-        self._commit_seconds, self._told_of_limit, self._is_held = 1.0, False, False
+        self._told_of_limit = self._is_held = self._is_held_back = False
+        self._commit_seconds = 1.0
         # random streams at the last commit: the digest of this rank's, and the states of every rank's
         self._drawn, self._streams = b"", [b""] * self._world.size
         self._common = CommonStep(self._group, len(others), lambda pace: any(self._reasons(pace)))
@@ -168,18 +171,30 @@ class Checkpoint:
                 self._remember(began)
 
     def commit(self, *, wait: bool = False) -> str:
-        """Collective. Commit now, in the background; with `wait` return why that failed, or "" if it did not."""
-        self._commit(is_patient=True)
+        """Collective. Commit now, in the background; with `wait` return why that failed, or "" if it did not.
+
+        Without `wait`, a commit after the last step of an epoch is made when `epochs` begins the next epoch.
+        """
+        self._commit(
+            is_patient=True, is_held=not wait and any(part.is_between for part in self._loaders.values())
+        )
         return self._outcome() if wait else ""
 
-    def _commit(self, is_patient: bool) -> None:
+    def _epoch_ends(self, is_last: bool) -> None:
+        """Collective. Make the commit that was held: a resume of it does not run the code before it again."""
+        if is_last:
+            self.finish()
+        elif self._is_held_back:
+            self._commit(is_patient=True)
+
+    def _commit(self, is_patient: bool, *, is_held: bool = False) -> None:
         """Collective. Commit now; during another commit a patient call waits for it, another call is left out."""
         self._hold()
-        self._asked_at = self.steps
+        self._asked_at, self._is_held_back = self.steps, is_held
         self._group.the(Replicas).settle()
         self._gather()
         if self._world.rank == 0 and self._writer.is_free(is_patient):
-            self._writer.start(*self._state(), self._place())
+            self._writer.start(*self._state(), self._place(), is_held)
 
     def _remember(self, began: float) -> None:
         """Collective. Keep the state in the launcher's memory for a restart."""
@@ -208,6 +223,7 @@ class Checkpoint:
         for part in self._parts.values():
             if isinstance(part, Values):
                 part.gather()
+        self._gradients = accumulated(self._parts, self._group)
         ledgers = hashlib.sha256(b"".join(loader.ledger for loader in self._loaders.values())).digest()
         # many scripts draw nothing between two commits
         drawn, self._drawn = self._drawn, streams.digest()
@@ -232,7 +248,7 @@ class Checkpoint:
 
     def unsaved(self) -> str:
         """Local. A sentence on the steps that could not be committed and will be lost, or ""."""
-        self._writer.wait()
+        self._writer.wait(is_end=True)
         if not self._writer.failure:
             return ""
         return f"{self._writer.failure}; the steps since {self._writer.committed[0]} are in no checkpoint"
@@ -282,6 +298,7 @@ class Checkpoint:
             "streams": self._streams[:1] if exact else self._streams,
             "facts": self._facts,
             "arithmetic": arithmetic() if exact else None,
+            "gradients": self._gradients,
         }
         state = {name: part.state_dict() for name, part in self._parts.items()} | {OWN: own}
         meta = {
@@ -314,11 +331,11 @@ class Checkpoint:
             )
         for name, part in self._parts.items():
             load_part(name, part, self._adjusted(name, state[name]))
+        accumulate_again(self._parts, own.get("gradients", {}), self._group)
         self.steps = self._asked_at = int(own["step"])
         self._meter.counted = self.steps
         self._common.decided(is_first=True)
         replicas = self._group.the(Replicas)
-        replicas.part()  # now, or the first batch would do it after the streams are restored
         # ranks with equal streams all continue rank 0's
         alike = replicas.exact or self._group.the(Draws).active
         kept, rank = own["streams"], 0 if alike else self._world.rank
@@ -326,6 +343,8 @@ class Checkpoint:
             streams.restore(kept[rank])
         else:
             streams.draw_as("rank", rank, streams.seed_of(kept[0].hex()))
+        are_apart = alike or rank >= len(kept) or "torch" in streams.different(kept[rank], kept[0])
+        replicas.go_on(is_apart=are_apart)
 
     def _adjusted(self, name: str, state: Any) -> Any:
         """A loader's state with this run's facts, which `accept` allows; with another order the epoch starts again."""

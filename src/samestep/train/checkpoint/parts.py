@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,11 @@ from samestep.text import printable
 from samestep.train.checkpoint import capture
 from samestep.train.data.loader import Loader
 from samestep.train.group.group import Group
+from samestep.train.model.exchange import average
+from samestep.train.model.replicas import Replicas
+from samestep.train.nested import memory_of, named_tensors
+from samestep.train.optimizers import Optimizers
+from samestep.train.step import Spine
 
 OWN = "samestep"
 # keys of a state_dict of an optimizer, a scheduler, a scaler or a loader: the script passed a copy of a state
@@ -39,9 +45,9 @@ class Part(Protocol):
 class Values:
     """A dict of the script as a part: every rank's values, stored once if they are equal."""
 
-    def __init__(self, name: str, values: dict[str, Any], group: Group) -> None:
-        self._name, self._values, self._group = name, values, group
-        self._messages = [capture.message_of({name: values})]
+    def __init__(self, name: str, values: dict[str, Any], parts: Mapping[str, Any], group: Group) -> None:
+        self._name, self._values, self._parts, self._group = name, values, parts, group
+        self._began, self._messages = list(values), [capture.message_of({name: values})]
 
     def gather(self) -> None:
         """Collective. Gather every rank's present values."""
@@ -50,7 +56,8 @@ class Values:
         self._messages = sent if len(set(sent)) > 1 else sent[:1]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"of_ranks": [capture.of_message(message)[self._name] for message in self._messages]}
+        of_ranks = [capture.of_message(message)[self._name] for message in self._messages]
+        return {"of_ranks": of_ranks, "began": self._began}
 
     def load_state_dict(self, state: Any) -> None:
         world, of_ranks = self._group.world, state["of_ranks"]
@@ -59,18 +66,40 @@ class Values:
                 f"the checkpoint's {self._name} has other values on each of its {len(of_ranks)} ranks, and this run "
                 f"has {world.size}; go on with {len(of_ranks)}, or keep in it what samestep.sum or mean returns"
             )
-        _update(self._values, of_ranks[world.rank % len(of_ranks)], world.device)
+        saved = of_ranks[world.rank % len(of_ranks)]
+        known = {*saved, *state.get("began", ())}  # the script has gained other keys, or removed known ones
+        added = {key: value for key, value in self._values.items() if key not in known}
+        # a dict that still holds a model's own weights must not change them
+        states = (part.state_dict() for part in self._parts.values() if not isinstance(part, dict))
+        taken = {memory_of(tensor) for state in states for _, tensor in named_tensors(state)}
+        _put_back(self._values, saved, world.device, taken)
+        self._values.update(added)
 
 
-def _update(now: dict[str, Any], saved: Mapping[str, Any], device: torch.device) -> None:
-    """Update the dict in place; a tensor goes to the device of the tensor that it replaces, or to `device`."""
-    for key, value in saved.items():
-        old = now.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            _update(old, value, device)
-        else:
-            target = old.device if isinstance(old, Tensor) else device
-            now[key] = value.to(target) if isinstance(value, Tensor) else value
+def _put_back(old: Any, value: Any, device: torch.device, taken: set[int]) -> Any:
+    """The saved value, in the script's own dict, list or tensor where it fits: a variable may refer to that too."""
+    # `taken` are the ids of dicts and lists, and the memory of tensors, that are not to be changed.
+    key = memory_of(old) if isinstance(old, Tensor) else id(old)
+    own: Any = old if type(old) is type(value) and key not in taken else None
+    taken.add(key)
+    if isinstance(value, Tensor):
+        is_like = own is not None and own.shape == value.shape and own.dtype == value.dtype
+        if is_like and own.is_contiguous() and not (own.requires_grad or own.is_inference()):
+            return own.copy_(value)
+        return value.to(old.device if isinstance(old, Tensor) else device)
+    if isinstance(value, dict):
+        own = type(value)() if own is None else own
+        before = dict(own)
+        own.clear()
+        own.update((key, _put_back(before.get(key), item, device, taken)) for key, item in value.items())
+        return own
+    if isinstance(value, list | tuple):
+        items = [_put_back(*pair, device, taken) for pair in zip_longest((own or ())[: len(value)], value)]
+        if not isinstance(own, list):
+            return type(value)(items)
+        own[:] = items
+        return own
+    return value
 
 
 def place_of(name: str, loader: Loader[Any]) -> str:
@@ -117,7 +146,7 @@ def checked_parts(
     checked: dict[str, Part] = {}
     for name, part in parts.items():
         is_own = type(part) is dict and not part.keys() & _OF_STATE_DICTS
-        checked[name] = Values(name, part, group) if is_own else part
+        checked[name] = Values(name, part, parts, group) if is_own else part
         if not hasattr(checked[name], "state_dict") or not hasattr(checked[name], "load_state_dict"):
             its_values = f", such as vars({name})" if hasattr(part, "__dict__") else ""
             raise UsageError(
@@ -143,6 +172,31 @@ def load_part(name: str, part: Part, state: Any) -> None:
         ) from error
     if isinstance(part, Optimizer):
         _lay_out_as_parameters(part)
+
+
+def accumulated(parts: Mapping[str, Part], group: Group) -> dict[str, list[Tensor | None]]:
+    """Collective. The gradients that the optimizers have not used yet, equal on all ranks; sparse ones are left out."""
+    kept, backwards = {}, group.the(Spine).backwards
+    for name, part in parts.items():
+        if isinstance(part, Optimizer) and backwards > group.the(Optimizers).used.get(part, 0):
+            weights = _weights_of(part)
+            if group.world.size > 1 and not group.the(Replicas).exact:
+                average(weights)
+            grads = [weight.grad for weight in weights]
+            kept[name] = [None if grad is None or grad.is_sparse else grad for grad in grads]
+    return kept
+
+
+def accumulate_again(parts: Mapping[str, Any], kept: Mapping[str, Any], group: Group) -> None:
+    """Put the gradients of `accumulated` back."""
+    for name, grads in kept.items():
+        group.the(Spine).backwards += 1
+        for weight, grad in zip(_weights_of(parts[name]), grads, strict=True):
+            weight.grad = None if grad is None else torch.empty_like(weight).copy_(grad)
+
+
+def _weights_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    return [weight for settings in optimizer.param_groups for weight in settings["params"]]
 
 
 def _lay_out_as_parameters(optimizer: Optimizer) -> None:

@@ -48,6 +48,7 @@ class Writer:
         self.begun_at = time.monotonic()
         self._directory, self._device, self._on_written = directory, device, on_written
         self._thread: threading.Thread | None = None
+        self._held: tuple[Any, list[Any]] | None = None
         self._is_awaited = False
         self._copy = HostMemory(0, device)
 
@@ -69,16 +70,23 @@ class Writer:
         self.left_out = self.is_writing
         return not self.left_out
 
-    def wait(self) -> None:
+    def wait(self, *, is_end: bool = False) -> None:
+        """Wait for the commit that is being written; with `is_end` also write the state that is held."""
         self._is_awaited = True
         if self._thread is not None:
             self._thread.join()
+        if is_end and self._held:
+            self._write(*self._held)
 
-    def start(self, state: object, meta: Mapping[str, Any], place: list[Any]) -> None:
+    def start(self, state: object, meta: Mapping[str, Any], place: list[Any], is_held: bool) -> None:
         """Copy the state and write it; then `committed` becomes `place`, which begins with the step."""
+        # With `is_held` it is written at the end of the script, unless a later state comes before.
         packed = self._packed(state, meta, capture.bulk(state))
         self.begun_at, self._is_remembering = time.monotonic(), False
-        self._in_background(self._write, packed, place)
+        if is_held:
+            self._held = packed, place
+        else:
+            self._in_background(self._write, packed, place)
 
     def remember(self, state: object, meta: Mapping[str, Any], step: int, began: float) -> None:
         """Copy the state into the launcher's memory; its cost counts from `began`. `committed` does not change."""
@@ -98,7 +106,7 @@ class Writer:
             write(*args)
 
     def _packed(self, state: object, meta: Mapping[str, Any], size: int) -> Any:
-        self._is_awaited = False
+        self._is_awaited, self._held = False, None
         if len(self._copy.bytes) < size:
             self._copy = HostMemory(size, self._device)
         packed = capture.pack(state, meta, into=self._copy.bytes)

@@ -10,29 +10,17 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, Unpack
+from typing import Any, Generic, Unpack
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from samestep.errors import RanksDiffer, UsageError
-from samestep.train.data import share
-from samestep.train.data.batches import Batch, Planned, content, on_device
+from samestep.errors import UsageError
+from samestep.train.data import share, source
+from samestep.train.data.batches import Batch, Planned, on_device
 from samestep.train.data.order import Drawn, Taken, TakenBatches
 from samestep.train.data.share import Piece, Pieces
-from samestep.train.data.source import (
-    Data,
-    Item,
-    Options,
-    check_dataset,
-    check_options,
-    chosen,
-    order_of,
-    reads_ahead,
-    source_of,
-    spare_workers,
-    taken_over,
-)
+from samestep.train.data.source import Data, Item, Options
 from samestep.train.data.stream import Reading, Stream
 from samestep.train.draws.draws import Draws
 from samestep.train.forgotten import Begun, Evaluations
@@ -43,9 +31,6 @@ from samestep.train.meter import Meter
 from samestep.train.optimizers import Optimizers
 from samestep.train.passes import Pass, Share
 from samestep.train.step import Spine
-
-Kind = TypeVar("Kind", bound="Loader[Any]")
-_DRAWN_ALIKE = "seed what draws them on every rank, and draw them before the first batch, or with same=True"
 
 
 def loader(
@@ -82,7 +67,9 @@ def loader(
     data: Any = dataset
     if isinstance(dataset, DataLoader):
         given = {name: value for name, value in chosen.items() if value is not False}
-        chosen = taken_over(dataset, given if batch_size is None else {"batch_size": batch_size, **given})
+        chosen = source.taken_over(
+            dataset, given if batch_size is None else {"batch_size": batch_size, **given}
+        )
         data, batch_size = dataset.dataset, chosen.pop("batch_size")
     if batch_size is None and chosen.get("batch_sampler") is None:
         raise UsageError(
@@ -91,32 +78,7 @@ def loader(
         )
     shuffle, drop_last = chosen.pop("shuffle"), chosen.pop("drop_last")
     result: Loader[Any] = Loader(data, batch_size, shuffle, drop_last, seed, chosen, joined())
-    return agree("samestep.loader", result)
-
-
-def agree(call: str, own: Kind) -> Kind:
-    """Collective. This rank's loader, after a check that all ranks' loaders iterate the same samples."""
-    indices, floats = chosen(own.dataset)
-    group, mine = joined(), {**own.facts(), "": indices}
-    answers = group.all_gather(call, {**mine, "floats": floats})
-    for rank, theirs in enumerate(answers):
-        for name, value in mine.items():
-            if theirs[name] != value and name:
-                raise RanksDiffer(
-                    f"{call} got {name} {value} on rank {group.world.rank} and {theirs[name]} on rank {rank}; give "
-                    "every rank the same dataset and options"
-                )
-            if theirs[name] != value:
-                raise RanksDiffer(
-                    f"{call} got other samples on rank {group.world.rank} than on rank {rank}: the indices of a Subset "
-                    f"or the labels differ; {_DRAWN_ALIKE}"
-                )
-    if odd := [rank for rank, theirs in enumerate(answers) if theirs["floats"] != floats]:
-        group.say(
-            f"the samples of {call} differ between rank 0 and rank {odd[0]}, so each rank trains on data of its own; "
-            f"{_DRAWN_ALIKE}"
-        )
-    return own
+    return source.agree("samestep.loader", result, joined())
 
 
 class Loader(Generic[Item]):
@@ -138,16 +100,19 @@ class Loader(Generic[Item]):
             batch_size *= world.size if os.environ.get("SAMESTEP_WEAK") else 1
         if seed is not None and type(seed := share.as_int(seed)) is not int:
             raise UsageError(f"seed {seed!r} is not an integer; write for instance seed=0")
-        check_dataset(dataset)
+        source.check_dataset(dataset)
         self._device = world.device if options.pop("on_device", True) else torch.device("cpu")
-        check_options(options)
+        source.check_options(options)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.epoch = self._position = self._passes = 0
+        self._repeated = 0  # batches of a cycle
         self._share: float = 1.0 / world.size
         self.is_share_read = False  # in the latest pass
-        self._begun = self._has_evaluated = False
+        self._begun = self._is_counted = False
+        # the latest pass that no cycle repeats, the epochs begun before it, and whether it is inside of a step
+        self._latest: tuple[Pass, int, bool] | None = None
         self.ledger = b""
         self._group, self._world, self._spine = group, world, group.the(Spine)
         self._draws = group.the(Draws)
@@ -155,16 +120,16 @@ class Loader(Generic[Item]):
         group.the(Optimizers)
         if world.size > 1:
             group.the(Evaluations)
-        self._on_done: list[Callable[[], None]] = []
+        self._on_epoch_end: list[Callable[[bool], None]] = []
         self._shuffle, self._seed, self._sampler = shuffle, seed, options.get("sampler")
-        self._reads_ahead = reads_ahead(options)
+        self._reads_ahead = source.reads_ahead(options)
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
         # elsewhere torch may fail at pinning
         self._pins = overlaps(world.device) and bool(options.get("pin_memory", self._device == world.device))
         options["pin_memory"] = self._pins
-        self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
-        self._source = None if isinstance(self._order, Stream) else source_of(dataset, options, world)
-        self.spare_workers = spare_workers(self._source, world)
+        self._order = source.order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
+        self._source = None if isinstance(self._order, Stream) else source.source_of(dataset, options, world)
+        self.spare_workers = source.spare_workers(self._source, world)
 
     @property
     def share(self) -> float:
@@ -182,36 +147,44 @@ class Loader(Generic[Item]):
         return self._order.count(self.batch_size, drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[Item]:
-        if self._begun:
-            self.epoch, self._position = self.epoch + 1, 0
-        self._begun, self._has_evaluated = True, False
-        self._order.begin(again=self._keeps_workers and self._passes > 0)
-        self._passes += 1
-        this = Pass(self, self.epoch, self._position, training=self._spine.is_training(self._shuffle))
-        at_once = self._reads_ahead or self._order.draws_at_iter
-        return self._walk(this, self._draw_order(this) if at_once else None)
+        return self._new_pass()
 
     def cycle(self) -> Iterator[Item]:
         """The batches of one pass, again and again, as `itertools.cycle` repeats those of torch's DataLoader."""
-        return self._cycle(iter(self))
+        kept: list[Any] = []
+        return self._cycle(self._new_pass(kept), kept)
 
-    def _cycle(self, batches: Iterator[Item]) -> Iterator[Item]:
-        spine, kept = self._spine, list[tuple[Any, Any, Any, float]]()
-        for batch in batches:
-            given: Any = spine.origins.at_hand
-            order = given.of.order  # a pass does not keep it alive
-            kept.append((batch, given, given.of.ragged, self._share))
-            yield batch
+    def _new_pass(self, kept: list[Any] | None = None) -> Iterator[Item]:
+        """A pass; with `kept`, read from its beginning also after a resume, as the batches will be repeated."""
+        spine = self._spine
+        if self._begun:
+            self._enter(self.epoch + 1)
+        self._begun = True
+        self._order.begin(again=self._keeps_workers and self._passes > 0)
+        self._passes += 1
+        start = self._position if kept is None else 0
+        this = Pass(self, self.epoch, start, training=spine.is_training(self._shuffle))
+        is_inside = any(share.of.training for share in spine.origins.open_shares if share.of.of is not self)
+        self._latest = (this, spine.epochs_begun, is_inside) if kept is None else None
+        at_once = self._reads_ahead or self._order.draws_at_iter
+        return self._walk(this, self._draw_order(this) if at_once else None, kept)
+
+    def _cycle(self, batches: Iterator[Item], kept: list[Any]) -> Iterator[Item]:
+        spine = self._spine
+        yield from batches
 
         def handed_out(this: Pass) -> Iterator[tuple[Item, Share]]:
-            for batch, given, ragged, self._share in kept:
+            rest = kept[self._repeated % len(kept) :]
+            for batch, given, ragged, self._share, _ in rest:
+                self._repeated += 1
                 this.note(given.all)
                 own = replace(given, of=this, step=spine.steps)
                 spine.hand_out(own, batch, ragged)
                 yield batch, own
 
         while kept:
-            this = Pass(self, self.epoch, training=spine.is_training(self._shuffle))
+            this = Pass(self, self.epoch, 0, training=spine.is_training(self._shuffle))
+            _, given, _, _, order = kept[0]  # a pass does not keep its order alive
             this.take_order(order, given.of.seed)
             spine.begin_pass(this)
             yield from spine.stepped(this, handed_out(this))
@@ -224,37 +197,52 @@ class Loader(Generic[Item]):
         self._group.the(Meter).plan(count)
         for epoch in range(first, count):
             if epoch > first or self._begun:
-                self.epoch, self._position = epoch, 0
-            self._begun = self._has_evaluated = False
+                self._enter(epoch)
+            self._is_counted, self._begun = True, False
+            self._end_epoch(is_last=False)
             yield epoch
-        self.epoch, self._position = max(count, self.epoch), 0
-        self._begun = self._has_evaluated = False
-        for call in self._on_done:
-            call()
+        self._enter(max(count, self.epoch))
+        self._is_counted = self._begun = False
+        self._end_epoch(is_last=True)
 
-    def keep_ledger(self, on_done: Callable[[], None]) -> None:
-        """From now on keep a digest of the consumed samples in the state; call `on_done` after the last epoch."""
+    @property
+    def is_between(self) -> bool:
+        """Whether the loop over `epochs` has left the loop over this epoch's batches."""
+        return self._is_counted and self._begun and self._latest is not None and self._latest[0].is_left
+
+    def _enter(self, epoch: int) -> None:
+        self._order.skip(self.epoch)
+        self.epoch, self._position, self._repeated = epoch, 0, 0
+
+    def _end_epoch(self, *, is_last: bool) -> None:
+        self._spine.epochs_begun += 1
+        for call in self._on_epoch_end:
+            call(is_last)
+
+    def keep_ledger(self, on_epoch_end: Callable[[bool], None]) -> None:
+        """From now on keep a digest of the consumed samples in the state; tell each end of an epoch, and the last."""
         self.ledger = self.ledger or bytes(32)
-        self._on_done.append(on_done)
+        self._on_epoch_end.append(on_epoch_end)
 
     def fingerprint(self) -> str:
-        """A digest of a few samples, which tells datasets of the same length apart."""
-        if self._source is None or not (length := len(self.dataset)):
-            return ""
-        digest = hashlib.blake2b(digest_size=8)
-        for index in sorted({0, length // 2, length - 1}):
-            once, again = (content(self._source.sample(index)) for _ in range(2))
-            # a sample that draws from a generator of its own differs each time
-            digest.update(once if once == again else b"varies")
-        return digest.hexdigest()
+        return source.fingerprint(self._source, self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this loader: the epoch, and its samples that were handed out on all ranks."""
         ledger = {"ledger": self.ledger} if self.ledger else {}
-        # a finished evaluation is the end of its epoch; after a pass of training the loop may still have work in it
-        epoch, position = (self.epoch + 1, 0) if self._has_evaluated else (self.epoch, self._position)
+        epoch, position = (self.epoch + 1, 0) if self._is_over() else (self.epoch, self._position)
         order = self._order.kept(position) if position else {}
-        return {"epoch": epoch, "position": position, **order, **ledger, **self.facts()}
+        repeated = {"repeated": self._repeated} if position and self._repeated else {}
+        return {"epoch": epoch, "position": position, **repeated, **order, **ledger, **self.facts()}
+
+    def _is_over(self) -> bool:
+        """Whether a resume begins the next epoch: after an evaluation, or where it does not come to this loop again."""
+        if self._latest is None or not self._begun:
+            return False
+        latest, epochs_begun, is_inside = self._latest
+        return latest.is_left and (
+            latest.is_evaluated or is_inside or epochs_begun < self._spine.epochs_begun
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, at any number of processes."""
@@ -274,7 +262,8 @@ class Loader(Generic[Item]):
                     f"this loader's {name} is {value} and the state's is {state[name]}; use the same"
                 )
         self.epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._begun = self._has_evaluated = False
+        self._repeated = int(state.get("repeated", 0))
+        self._begun = False
         self.ledger = state.get("ledger", self.ledger)
         self._order.go_on(state)
 
@@ -322,8 +311,9 @@ class Loader(Generic[Item]):
         this.take_order(order, self._order.pass_seed)
         return order
 
-    def _walk(self, this: Pass, drawn: Drawn | None) -> Iterator[Any]:
-        steps = self._begin(this)
+    def _walk(self, this: Pass, drawn: Drawn | None, kept: list[Any] | None) -> Iterator[Any]:
+        """The batches of a pass; `kept` gets them all, also those that were consumed before a resume."""
+        steps, known = self._begin(this), self._position
         order = self._draw_order(this) if drawn is None else drawn
         pieces = self._pieces_of(order, this.start) if isinstance(order, TakenBatches | Reading) else steps
         ahead, steps_to_take = itertools.tee(pieces)
@@ -332,14 +322,17 @@ class Loader(Generic[Item]):
         def handed_out() -> Iterator[tuple[Any, Share]]:
             for step in steps_to_take:
                 for batch, own in self._handed_out(step, batches, this):
-                    self._consume(order, own)
-                    yield batch, own
+                    if kept is not None:
+                        kept.append((batch, own, this.ragged, self._share, order))
+                    if own.batch_start >= known:
+                        self._consume(order, own)
+                        yield batch, own
             next(batches, None)
             if isinstance(order, Taken):
                 order.compare_last()
 
         yield from self._spine.stepped(this, handed_out())
-        self._has_evaluated = not torch.is_grad_enabled()
+        this.is_evaluated = not torch.is_grad_enabled()
 
     def _planned(self, order: Drawn, piece: Any, this: Pass) -> Iterator[Planned]:
         """The samples to read for a batch; none in an evaluation if this rank has no share of it."""
@@ -375,15 +368,15 @@ class Loader(Generic[Item]):
             self.ledger = hashlib.blake2b(self.ledger + samples, digest_size=32).digest()
 
     def _read(self, order: Drawn, steps: Iterator[Any], this: Pass) -> Iterator[Batch]:
-        source = order if isinstance(order, Reading) else self._source
-        assert source is not None
+        reads = order if isinstance(order, Reading) else self._source
+        assert reads is not None
         # copy the indices to the data's device once for the pass, not in every step
-        near = moved(order, source.device) if isinstance(order, torch.Tensor) else order
+        near = moved(order, reads.device) if isinstance(order, torch.Tensor) else order
         plan = (planned for step in steps for planned in self._planned(near, step, this))
         # a sampler, a stream or a collate_fn may draw between the draws of the loop, as under torch's DataLoader
         draws = not isinstance(order, torch.Tensor) or self._source is None or self._source.collates
         side = None if draws and not self._reads_ahead else self._group.the(SideStreams).of_copies
-        batches = source.batches(plan, this.epoch, this.seed)
+        batches = reads.batches(plan, this.epoch, this.seed)
         return self._in_phase_data(on_device(batches, self._device, side, pins=self._pins))
 
     def _in_phase_data(self, items: Iterator[Any]) -> Iterator[Any]:

@@ -77,14 +77,13 @@ class Order:
         # With `lazily` a sampler draws from the script's stream when it is asked; ranks' streams are equal then.
         expected, self._expected = self._expected, {}
         if self._seed is None and self._shuffle:
-            self.pass_seed = expected.get("seed") or self._drawn_seed()
+            # as torch's RandomSampler draws it; all ranks draw, so that their streams stay equal
+            self.pass_seed = expected.get("seed") or int(
+                self._group.broadcast("samestep.loader's next pass", streams.draw_seed())
+            )
             generator = torch.Generator().manual_seed(self.pass_seed)
             return torch.randperm(self.length or 0, generator=generator, device="cpu")
         return share.order(self.length or 0, self._seed or 0, epoch, self._shuffle)
-
-    def _drawn_seed(self) -> int:
-        """The seed that torch's RandomSampler draws; all ranks draw, so that their streams stay equal."""
-        return int(self._group.broadcast("samestep.loader's next pass", streams.draw_seed()))
 
     def kept(self, position: int) -> dict[str, Any]:
         """The state from which `go_on` restores this order; after `go_on` that of the order still to be drawn."""
@@ -104,6 +103,11 @@ class Order:
     def go_on(self, state: dict[str, Any]) -> None:
         """Draw the order of this state next."""
         self._expected = state.get("order", {})
+
+    def skip(self, epoch: int) -> None:
+        """Draw the order of a resumed pass that was left before its first batch."""
+        if self._expected:
+            self.draw(epoch, alike=False, lazily=False)
 
 
 class Sampled(Order):

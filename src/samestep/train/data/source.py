@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from samestep.errors import UsageError
+from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data.batches import FromMemory, FromWorkers, content
 from samestep.train.data.order import Batched, Order, Sampled
 from samestep.train.data.stream import Stream
@@ -57,6 +57,8 @@ class Options(TypedDict, total=False):
     in_order: bool
 
 
+Kind = TypeVar("Kind", bound=Any)
+_DRAWN_ALIKE = "seed what draws them on every rank, and draw them before the first batch, or with same=True"
 _OF_WORKERS = {"persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
 
 
@@ -207,6 +209,31 @@ def source_of(dataset: Any, options: dict[str, Any], world: World) -> FromMemory
     return FromWorkers(dataset, options)
 
 
+def agree(call: str, own: Kind, group: Group) -> Kind:
+    """Collective. This rank's loader, after a check that all ranks' loaders iterate the same samples."""
+    indices, floats = chosen(own.dataset)
+    mine = {**own.facts(), "": indices}
+    answers = group.all_gather(call, {**mine, "floats": floats})
+    for rank, theirs in enumerate(answers):
+        for name, value in mine.items():
+            if theirs[name] != value and name:
+                raise RanksDiffer(
+                    f"{call} got {name} {value} on rank {group.world.rank} and {theirs[name]} on rank {rank}; give "
+                    "every rank the same dataset and options"
+                )
+            if theirs[name] != value:
+                raise RanksDiffer(
+                    f"{call} got other samples on rank {group.world.rank} than on rank {rank}: the indices of a Subset "
+                    f"or the labels differ; {_DRAWN_ALIKE}"
+                )
+    if odd := [rank for rank, theirs in enumerate(answers) if theirs["floats"] != floats]:
+        group.say(
+            f"the samples of {call} differ between rank 0 and rank {odd[0]}, so each rank trains on data of its own; "
+            f"{_DRAWN_ALIKE}"
+        )
+    return own
+
+
 def chosen(dataset: Any) -> tuple[str, str]:
     """Two digests that identify a dataset without loading a sample: of a Subset's indices and of labels in memory, and
     of a few floats in memory, which each rank may have drawn for itself."""
@@ -228,3 +255,15 @@ def chosen(dataset: Any) -> tuple[str, str]:
                 elif tensor.dim() == 1:
                     digest.update(content(tensor))
     return digest.hexdigest(), floats.hexdigest()
+
+
+def fingerprint(source: FromMemory | FromWorkers | None, dataset: Any) -> str:
+    """A digest of a few samples, which tells datasets of the same length apart."""
+    if source is None or not (length := len(dataset)):
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    for index in sorted({0, length // 2, length - 1}):
+        once, again = (content(source.sample(index)) for _ in range(2))
+        # a sample that draws from a generator of its own differs each time
+        digest.update(once if once == again else b"varies")
+    return digest.hexdigest()

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.errors import UsageError
 from samestep.train.data.batches import Batch, Planned
-from samestep.train.data.loader import Loader, agree
+from samestep.train.data.loader import Loader
 from samestep.train.data.order import Drawn
 from samestep.train.data.share import Piece, as_int
-from samestep.train.data.source import Data, Item, Options
+from samestep.train.data.source import Data, Item, Options, agree
 from samestep.train.group.world import joined
 from samestep.train.passes import Pass, Share, cut
 from samestep.train.subscriber import Subscriber
@@ -56,7 +56,7 @@ def steps(
     result: Steps[Item] = Steps(
         dataset, batch_size, microbatch, shuffle, drop_last, seed, dict(options), joined()
     )
-    return agree("samestep.steps", result)
+    return agree("samestep.steps", result, joined())
 
 
 class Steps(Loader["Step[Item]"], Generic[Item]):

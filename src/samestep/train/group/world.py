@@ -247,11 +247,9 @@ def _draw_alike(group: Group) -> None:
 
 @cache
 def _load_and_freeze() -> None:
-    """Import what DDP imports late, and keep all that was imported out of Python's search for garbage.
-
-    That search takes a quarter of the time of such an import, and half a second at the end of the process. The
-    script's end is noted before Python waits for threads and calls what the script has registered.
-    """
+    """Import what DDP imports late, and keep all that was imported out of Python's search for garbage."""
+    # That search takes a quarter of the time of such an import, and half a second at the end of the process. The
+    # script's end is noted before Python waits for threads and calls what the script has registered.
     is_enabled = gc.isenabled()
     gc.disable()
     importlib.import_module("torch._dynamo")

@@ -99,10 +99,8 @@ class Replica:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(expect))  # type: ignore[no-untyped-call]
 
     def follow_parameters(self) -> None:
-        """Collective where parameters were added, frozen or unfrozen: wrap the model again, since DDP does not follow.
-
-        A model that is frozen as a whole, as a GAN's discriminator is in turns, has nothing to exchange.
-        """
+        """Collective where parameters were added, frozen or unfrozen: wrap the model again; DDP does not follow."""
+        # A model that is frozen as a whole, as a GAN's discriminator is in turns, has nothing to exchange.
         if self.ddp is None or not self._trained():
             return
         self.hooked = [parameter for parameter in self._trained() if any(hooks_on(parameter, self.own_hooks))]

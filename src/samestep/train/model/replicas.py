@@ -62,6 +62,11 @@ class Replicas(Member, Models):
         """From the next batch or call of a replica on, let each rank draw its own numbers."""
         self._is_to_part = self.group.world.rank > 0
 
+    def go_on(self, *, is_apart: bool) -> None:
+        """A resume has set this rank's stream; whether the stream was its own when it was kept."""
+        self._is_to_part = not is_apart and self._num_made > 0 and self.group.world.rank > 0
+        self._own_seed = torch.initial_seed() if is_apart else None
+
     def part(self) -> None:
         """Give each rank but 0 its own random stream: ranks with equal seeds would drop out the same units."""
         if self._is_to_part and torch.initial_seed() != self._own_seed:
@@ -173,16 +178,14 @@ class Replicas(Member, Models):
         for replica, ranks in self.compared("samestep.replicate's buffers", own_sums):
             if dirty := [sums for sums in ranks if sums is not None]:
                 if differing := first_unlike(replica.own_buffers(), dirty):
-                    self._say_own_buffer(f"{differing[0]} of {type(replica.model).__name__}")
+                    name = f"{differing[0]} of {type(replica.model).__name__}"  # not a BatchNorm's
+                    self.group.say(
+                        f"forward computes the buffer {name} from each rank's own share, and only rank 0's value is "
+                        "kept; take samestep.mean(...) of what it is computed from, or use replicate(exact=True) with "
+                        "steps",
+                        what="a buffer",
+                    )
                 replica.share_buffers()
-
-    def _say_own_buffer(self, name: str) -> None:
-        """Print a remark on a buffer, not a BatchNorm's, that forward changes from each rank's share alone."""
-        self.group.say(
-            f"forward computes the buffer {name} from each rank's own share, and only rank 0's value is kept; take "
-            "samestep.mean(...) of what it is computed from, or use replicate(exact=True) with steps",
-            what="a buffer",
-        )
 
     def compared(
         self, call: str, fact: Callable[[Replica], str | None]
