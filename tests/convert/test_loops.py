@@ -312,3 +312,23 @@ def test_a_batch_that_is_collated_along_the_second_dimension_is_counted_there(co
     lines = f"    loss = model(x).mean()\n{LOSS}    total += loss.item() * x.size(1)\n"
     made = _after(f"{begin}total = 0.0\nfor x in train:\n{lines}print(total)\n")
     assert ("if train.share: total += loss.item() * x.size(1)" in made) == is_second
+
+
+@pytest.mark.parametrize(
+    ("hardest", "becomes"),
+    [
+        ("loss[loss.argsort()[:size]]", "samestep.gather(loss)[samestep.gather(loss).argsort()[:size]]"),
+        ("torch.topk(loss, size)[0]", "torch.topk(samestep.gather(loss), size)[0]"),
+    ],
+)
+def test_the_hardest_samples_are_as_many_as_of_the_whole_batch(hardest, becomes):
+    lines = "    loss = F.cross_entropy(model(x), y, reduction='none')\n    size = int(0.7 * len(loss))\n"
+    made = _after(f"{BEGIN}for x, y in train:\n{lines}    loss = {hardest}.mean()\n{LOSS}")
+    assert "size = int(0.7 * samestep.sum(len(loss)))" in made
+    assert f"loss = {becomes}.mean()" in made
+
+
+def test_a_model_whose_parts_an_optimizer_gets_by_their_names_is_replicated():
+    optimizer = "[{'params': getattr(model, part).parameters()} for part in ('weight', 'bias')]"
+    begin = BEGIN.replace("model.parameters()", optimizer)
+    assert "samestep.replicate(nn.Linear(4, 3))" in _after(f"{begin}for x, y in train:\n{STEP}")

@@ -155,6 +155,8 @@ class Calls(Library):
         """The parameters of a model, of a part of it, or, inside a method, of the model itself."""
         receiver: ast.expr = node.func.value  # type: ignore[attr-defined]
         frame, part = self.frame, receiver
+        if isinstance(part, ast.Call) and ast.unparse(part.func) == "getattr" and part.args:
+            part = part.args[0]  # any part of the model
         names: list[tuple[str, Any]] = []
         while isinstance(part, ast.Attribute | ast.Subscript | ast.Name):
             value = self.value(part)

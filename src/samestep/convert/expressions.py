@@ -173,7 +173,8 @@ class Expressions(Names):
         if base.kind in (Kind.BATCH, *TURNED):
             is_row = not isinstance(node.slice, ast.Slice) or base.kind == Kind.BATCH
             return Value(Kind.ROWS if is_row else base.kind)
-        return base.bare
+        # the index may need a total of its own
+        return other(base.of, base) if base.kind == Kind.OTHER and index.is_shared else base.bare
 
     def _chosen_by(self, node: ast.expr, index: Value) -> Value:
         """What an index that depends on a share chooses from a value that is equal on all ranks."""

@@ -114,8 +114,6 @@ class Library(Rewrites, Expressions):
         if name in NAMED["stacked"] and filled is not None and isinstance(filled.of, Loop):
             return Value(Kind.OTHER, STACKS)
         shape = [*map(ast.unparse, dims)]
-        if name in ("view", "reshape") and shape == ["1", "-1"] and values[0].kind == Kind.ROWS:
-            return Value(Kind.COLUMNS)
         if not self.in_forward and values[0].kind in ROWS and turns(name, shape):
             return Value(Kind.ROWS if values[0].kind in TURNED else Kind.COLUMNS)
         if name == "einsum" and not self.in_forward and "->" in str(values[0].text):
@@ -266,6 +264,8 @@ class Library(Rewrites, Expressions):
         if name not in NAMED["kept"] or not values or (name == "abs" and first.kind in NUMBERS):
             return self.opaque(node, values)
         self.shown_once(name, node)
+        if name == "int" and isinstance(node.args[0], ast.BinOp) and first.kind in (Kind.PART, Kind.COUNT):
+            return other("is rounded in a share")
         return Value("each", self.each(first)) if first.kind == "loader" else first
 
     def _python_len(self, node: ast.Call, values: Values, first: Value) -> Value:

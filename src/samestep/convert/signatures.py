@@ -147,6 +147,7 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
     if name in NAMED["mean"] | NAMED["sum"] | NAMED["statistic"]:
         if name in ("max", "min") and values[1:2] and values[1].is_shared:
             return Value(Kind.ROWS)
+        is_over_rows |= name == "topk" and len(shared) > 1  # so many of the samples
         return reduced(name, base, is_over_rows, len(values) > 1, batch)
     if name in NAMED["along"] and is_over_rows and len(values) > 1:
         return Value(Kind.OTHER, f"is {name} over the samples of a share")
@@ -172,7 +173,8 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
 def turns(name: str, dims: list[str]) -> bool:
     """Whether this brings the samples from the first dimension to the second, as `transpose(0, 1)`."""
     is_swapped = name in ("transpose", "swapaxes", "swapdims") and sorted(dims) == ["0", "1"]
-    return is_swapped or (name == "permute" and dims[1:2] == ["0"])
+    is_row = name in ("view", "reshape") and dims == ["1", "-1"]
+    return is_swapped or is_row or (name == "permute" and dims[1:2] == ["0"])
 
 
 def of_einsum(equation: str, values: Values, batch: Loop | None) -> Value:
