@@ -1,5 +1,7 @@
 """A failure is told by the record that the worker left, of this attempt only."""
 
+import re
+
 import pytest
 
 _SILENT = """
@@ -57,7 +59,7 @@ def test_a_rank_that_ends_early_is_told_with_the_line_where_another_waited(launc
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_without_leaving_the_script_is_told_so(launcher):
+def test_the_line_of_an_os_exit_is_told_also_where_its_code_is_0(launcher):
     launcher.write("""
         import os, samestep
         if samestep.init().rank == 1:
@@ -67,8 +69,19 @@ def test_a_rank_that_ends_without_leaving_the_script_is_told_so(launcher):
     code, _, err = launcher.run("-n", "2", "--fork", "train.py")
     assert code == 1
     assert "failed on rank 1 of 2" in err
-    said = "rank 1 ended in the middle of the script with exit code 0 while others waited for it in this line"
+    said = "rank 1 left the script at train.py:4 with exit code 0 while others waited for it in this line"
     assert err.splitlines()[-4:-2] == ["    samestep.sum(1)", said]
+
+
+def test_a_runs_directory_that_the_script_removed_is_said_to_be_and_no_log_in_it_is_named(launcher):
+    launcher.write("""
+        import os, shutil
+        shutil.rmtree(os.environ["SAMESTEP_RUN"])
+        raise ValueError("mine")
+    """)
+    code, _, err = launcher.run("-n", "1", "train.py")
+    assert (code, "Logs:" in err) == (1, False)
+    assert re.search(r"\nruns/[\d-]+ was removed, and the logs in it\.\n$", err), err
 
 
 @pytest.mark.slow

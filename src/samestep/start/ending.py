@@ -34,6 +34,7 @@ def ending(
 ) -> str | None:
     """The last lines of a run; None if it succeeded."""
     logs = f"Logs: {typed(run)}/logs/rank-{_numbers(workers)}.log"
+    logs = logs if run.is_dir() else f"{typed(run)} was removed, and the logs in it."
     if outcome.cause is None:
         after = f"after {duration(seconds)}"
         if outcome.status == CHECKPOINTED:
@@ -58,9 +59,8 @@ def ending(
         lines.append(
             f"samestep: {name} belongs to a package; write `{before}samestep run -n {len(workers)} {module}`"
         )
-    what = "\n".join(lines)
-    head = heading(name, cause.rank, size, where, seconds, step)
-    return f"{head}\n\n{what}\n\n{_others(cause, workers)}{logs}"
+    head, last = heading(name, cause.rank, size, where, seconds, step), f"{_others(cause, workers)}{logs}"
+    return "\n".join([head, "", *lines, "", last])
 
 
 def summary_of(outcome: Outcome, run: Path) -> str:

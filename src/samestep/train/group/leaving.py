@@ -131,8 +131,8 @@ class Leaving:
         """Replaces os._exit: records the line and the exit code, which only the launcher would know."""
         if os.getpid() == self._pid and self._group.is_connected and self.failed is None:
             with suppress(Exception):
+                self._group.enter("end", f"{LEFT} {users_line()}")
                 if status:
-                    self._group.enter("end", f"{LEFT} {users_line()}")
                     write_failure(os.environ, SystemExit(status), status)
                 self._note_end(status)
         self._os_exit(status)
