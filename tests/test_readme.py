@@ -181,6 +181,13 @@ def test_the_options_of_commands_exist() -> None:
         assert set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", ours)) - {"-h", "--help"} <= known, words
 
 
+def test_every_environment_variable_in_the_list_is_read() -> None:
+    names = re.findall(r"^\| `(SAMESTEP_\w+)=", (ROOT / "docs" / "launch.md").read_text(), re.MULTILINE)
+    code = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    assert len(names) == 10
+    assert all(f'"{name}"' in code for name in names)
+
+
 def measured(benchmark: str) -> list[dict[str, Any]]:
     return json.loads((ROOT / "benchmarks" / "results" / f"{benchmark}.json").read_text())["rows"]
 
