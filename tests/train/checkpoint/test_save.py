@@ -29,6 +29,15 @@ def test_what_is_saved_is_read_by_load_and_by_torch(world, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.pt"]
 
 
+def test_the_state_of_a_loader_with_a_sampler_is_read_by_load(world, tmp_path):
+    data = torch.utils.data.TensorDataset(torch.arange(12.0))
+    sampler = torch.utils.data.WeightedRandomSampler(torch.ones(12), 12)
+    train = samestep.loader(data, 4, sampler=sampler)
+    next(iter(train))
+    samestep.save(tmp_path / "state.pt", train.state_dict())
+    assert samestep.load(tmp_path / "state.pt") == train.state_dict()
+
+
 def test_a_replicated_models_state_fits_the_plain_model(world, tmp_path):
     model = samestep.replicate(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), sync_batchnorm=True)
     samestep.save(tmp_path / "m.pt", model.state_dict())

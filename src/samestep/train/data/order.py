@@ -363,5 +363,5 @@ def _digest(order: torch.Tensor) -> str:
     return hashlib.blake2b(order.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def _state_of(generator: torch.Generator | None) -> bytes:
-    return b"" if generator is None else generator.get_state().numpy().tobytes()
+def _state_of(generator: torch.Generator | None) -> bytes | None:
+    return None if generator is None else generator.get_state().numpy().tobytes()
