@@ -181,9 +181,8 @@ class Expressions(Names):
         if index.of == NUMBERED:
             return other(NUMBERED)
         if isinstance(index.origin and index.origin[0], ast.Compare):
-            return replace(
-                other("is chosen by a mask of a share"), edits=index.edits or self.edits_of(node, index)
-            )
+            edits = index.edits or self.edits_of(node, index)
+            return replace(other("is chosen by a mask of a share"), edits=edits)
         if index.kind not in (*ROWS, Kind.ROW):
             return other("is chosen by a number of a share", index)
         return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)

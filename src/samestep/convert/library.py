@@ -40,13 +40,7 @@ from samestep.convert.values import (
     rows_of,
 )
 
-_FUNCTIONAL = (
-    "torch.nn.functional.",
-    "torch.special.",
-    "torch.linalg.",
-    "torch.fft.",
-    "torch.distributions.",
-)
+_FUNCTIONAL = re.compile(r"torch\.(nn\.functional|special|linalg|fft|distributions)\.")
 _CHOSEN_DIMENSIONS = (
     "is reduced over dimensions that are chosen while the script runs; write them as constants"
 )
@@ -167,7 +161,7 @@ class Library(Rewrites, Expressions):
         is_array = name.startswith("numpy.") and (first.kind in (*ROWS, *NUMBERS) or of_rows)
         is_array |= name.startswith("numpy.random.") and self._is_drawn_by_sample(last, node)
         is_of_torch = name.startswith("torch.") and (name.count(".") == 1 or last.endswith("Tensor"))
-        if is_array or is_of_torch or name.startswith(_FUNCTIONAL):
+        if is_array or is_of_torch or _FUNCTIONAL.match(name):
             return self._of_torch(last, node, values, first)
         return self._of_library(name, last, node, values)
 
