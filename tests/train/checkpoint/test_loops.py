@@ -101,6 +101,16 @@ LOOPS = {
                 count()
     """,
 }
+UNSYNCED = """
+    for epoch in train.epochs(3):
+        for x, in train:
+            is_last = seen["calls"] % 3 == 2
+            with samestep.no_sync(model, not is_last): backward(x)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+            count()
+"""
 COMMITTED = """
     for epoch in train.epochs(4):
         for x, in train: step(x); count()
@@ -137,20 +147,16 @@ def test_a_run_that_was_left_takes_the_same_steps_whatever_its_loops(said, name)
 
 
 def test_accumulated_gradients_are_those_of_all_ranks(said):
-    loop = """
-        for epoch in train.epochs(3):
-            for x, in train:
-                is_last = seen["calls"] % 3 == 2
-                with samestep.no_sync(model, not is_last): backward(x)
-                if is_last:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                count()
-    """
-    whole, cut = said(loop, 2, "whole", (0, "")), said(loop, 2, "cut", (1, "commit"), (5, "commit"), (0, ""))
+    whole = said(UNSYNCED, 2, "whole", (0, ""))
+    cut = said(UNSYNCED, 2, "cut", (1, "commit"), (5, "commit"), (0, ""))
     assert cut.keys() == whole.keys()
     numbers = [[float(n) for n in re.findall(r"-?[\d.]+\d", str(texts))] for texts in (cut, whole)]
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
+
+
+def test_a_commit_does_not_change_accumulated_gradients(said):
+    often = UNSYNCED.replace("count()", "run.commit(); count()")
+    assert said(often, 3, "often", (0, "")) == said(UNSYNCED, 3, "never", (0, ""))
 
 
 @pytest.mark.parametrize("stop", [5, 9])

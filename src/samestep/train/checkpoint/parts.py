@@ -15,8 +15,9 @@ from samestep.errors import CheckpointError, SamestepError, UsageError
 from samestep.text import printable
 from samestep.train.checkpoint import capture
 from samestep.train.data.loader import Loader
+from samestep.train.digest import bit_sums
 from samestep.train.group.group import Group
-from samestep.train.model.exchange import average
+from samestep.train.model.exchange import averages
 from samestep.train.model.replicas import Replicas
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.optimizers import Optimizers
@@ -180,10 +181,21 @@ def accumulated(parts: Mapping[str, Part], group: Group) -> dict[str, list[Tenso
     for name, part in parts.items():
         if isinstance(part, Optimizer) and backwards > group.the(Optimizers).used.get(part, 0):
             weights = _weights_of(part)
-            if group.world.size > 1 and not group.the(Replicas).exact:
-                average(weights)
-            grads = [weight.grad for weight in weights]
-            kept[name] = [None if grad is None or grad.is_sparse else grad for grad in grads]
+            own = [
+                None if weight.grad is None or weight.grad.is_sparse else weight.grad for weight in weights
+            ]
+            sums = bit_sums(torch.zeros(1) if grad is None else grad for grad in own)
+            # the commit must not change the gradients of this run: no_sync may have kept each rank's own
+            if (
+                len(set(group.all_gather("samestep.Checkpoint.commit", sums))) > 1
+                and not group.the(Replicas).exact
+            ):
+                total = {id(weight): gradient for weight, gradient in averages(weights)}
+                own = [
+                    None if grad is None else total[id(weight)]
+                    for weight, grad in zip(weights, own, strict=True)
+                ]
+            kept[name] = own
     return kept
 
 

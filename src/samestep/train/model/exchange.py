@@ -5,7 +5,7 @@ import os
 import time
 from binascii import crc32
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,22 +79,29 @@ def _difference(kind: str, ours: list[str], rank: int, theirs: list[str]) -> str
 
 
 def average(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Collective. Average gradients that DDP has not exchanged; a rank may have None for some."""
+    """Collective. Average gradients that DDP has not exchanged."""
+    for parameter, total in averages(parameters):
+        if parameter.grad is None:
+            parameter.grad = total
+        elif parameter.grad.is_sparse:
+            parameter.grad = total.to_sparse()
+        else:
+            parameter.grad.copy_(total)  # DDP keeps it in a bucket
+
+
+def averages(parameters: Sequence[torch.nn.Parameter]) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Collective. The averages of gradients over the ranks, of which some may have none."""
     has_some = moved(
         torch.tensor([float(parameter.grad is not None) for parameter in parameters], device="cpu"),
         parameters[0].device,
     )
     dist.all_reduce(has_some)
     for parameter, any_rank in zip(parameters, has_some.tolist(), strict=True):
-        if not any_rank:
-            continue
-        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        total = mine.to_dense().contiguous() / dist.get_world_size()
-        dist.all_reduce(total)
-        if parameter.grad is None or mine.is_sparse:
-            parameter.grad = total.to_sparse() if mine.is_sparse else total
-        else:
-            parameter.grad.copy_(total)  # DDP keeps it in a bucket
+        if any_rank:
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            total = mine.to_dense().contiguous() / dist.get_world_size()
+            dist.all_reduce(total)
+            yield parameter, total
 
 
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:
