@@ -87,7 +87,9 @@ class Forked:
             rank.kill(signal.SIGKILL)
         while any(rank.code is None for rank in ranks):
             self._nest.look(0.05)
-        failed = sorted((rank for rank in ranks if rank.code), key=lambda rank: rank.ended_at)
+        # a rank that fails as another did may end first, and does not say why
+        failed = [rank for rank in ranks if rank.code]
+        failed.sort(key=lambda rank: (" failed as rank " in rank.said, rank.ended_at))
         return (failed[0].code or 1, failed[0].said) if failed else (0, ranks[0].said)
 
 
