@@ -66,6 +66,9 @@ def _table(rows: list[dict[str, Any]]) -> None:
         facts = {key: value for key, value in meta.items() if key not in _LEFT_OUT and value != ""}
         origin = " ".join(f"{'ranks' if key == 'size' else key}={value}" for key, value in facts.items())
         text = printable(row.get("why", origin))
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"])) if "time" in meta else "-"
-        table.append((row["step"], when, size(row.get("bytes", 0)), row["state"], text))
+        table.append((row["step"], _when(meta), size(row.get("bytes", 0)), row["state"], text))
     print_table(table)
+
+
+def _when(meta: dict[str, Any]) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"])) if "time" in meta else "-"

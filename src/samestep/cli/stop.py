@@ -31,4 +31,6 @@ def command(run: str | None) -> None:
     # in its directory, not where a link leads
     with open_directory(chosen_run.path) as dir_fd, suppress(FileExistsError):
         os.close(os.open(STOP, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))
-    click.echo(f"{path} was asked to stop; its Checkpoint commits and ends it, as `samestep status` says")
+    click.echo(
+        f"{path} was asked to stop; its Checkpoint commits and ends it; `samestep status` says when it has"
+    )

@@ -21,6 +21,7 @@ from samestep.train.first_losses import FirstLosses
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.loss import kind_of, name_of, nodes_before, reduction_of
+from samestep.train.passes import Share
 from samestep.train.script.lines import scripts_frame
 from samestep.train.script.sizes import is_over_samples
 from samestep.train.step import Spine, spine
@@ -113,8 +114,7 @@ class Backward(Member):
         """Collective for gradients of equal tensors with create_graph, but not in a loop over samples (as MAML's)."""
         spine, size = self._spine, self.group.world.size
         share = spine.origins.trained
-        frame = scripts_frame(sys._getframe(1))
-        is_of_sample = size > 1 and share is not None and is_over_samples(frame, share.mine or share.all)
+        is_of_sample = size > 1 and share is not None and _is_over_samples(share)
         is_in_forward = self.group.phase[0] == "forward"
         weights = spine.models.parameters() if is_in_forward or is_of_sample else ()
         are_weights = {weight.shape for weight in weights}.issuperset(tensor.shape for tensor in inputs)
@@ -271,6 +271,11 @@ def _times(gradients: Sequence[Any], factor: float) -> tuple[Any, ...]:
 def is_functional() -> bool:
     """Whether torch.func or a batched gradient is running; what they compute is not weighed."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def _is_over_samples(share: Share) -> bool:
+    """Whether the script is in a loop over this rank's samples."""
+    return is_over_samples(scripts_frame(sys._getframe(1)), share.mine or share.all)
 
 
 def _is_equal_on_ranks(tensor: Any, parameters: set[int]) -> bool:

@@ -104,9 +104,7 @@ def follow(first: Run, other: Run, nudged: Run | None = None) -> Compared:
         beyond = [
             change
             for change in differences
-            # a gradient as small as the rounding of the others is noise
-            if (change.kind != "grad" or change.distance > bound / 10)
-            and change.own > max(bound, _NOISE * noise.get(change.key, 0.0))
+            if _is_beyond(change, bound, noise.get(change.key, 0.0))
             and (change.own > _JUMP * furthest or change.own > _CHAOS)
         ] or list(_times_ranks(first, other, nudged, step))
         if beyond:
@@ -123,6 +121,11 @@ def first_fact(first: Run, other: Run) -> Difference | None:
     steps = range(max(first.length, other.longest) + 1)
     facts = (facts for step in steps for facts in _differences(first, other, step) if facts.kind not in SOFT)
     return next(facts, None)
+
+
+def _is_beyond(change: Difference, bound: float, noise: float) -> bool:
+    """Whether rounding cannot have caused this; a gradient as small as the rounding of the others is noise."""
+    return (change.kind != "grad" or change.distance > bound / 10) and change.own > max(bound, _NOISE * noise)
 
 
 def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:
