@@ -24,6 +24,7 @@ from samestep.train.optimizers import Optimizers
 from samestep.train.step import Spine
 
 OWN = "samestep"
+_CALL = "samestep.Checkpoint.commit"
 # keys of a state_dict of an optimizer, a scheduler, a scaler or a loader: the script passed a copy of a state
 _OF_STATE_DICTS = {"param_groups", "_step_count", "_growth_tracker", "fingerprint"}
 ACCEPTED_AS = {
@@ -181,21 +182,16 @@ def accumulated(parts: Mapping[str, Part], group: Group) -> dict[str, list[Tenso
     for name, part in parts.items():
         if isinstance(part, Optimizer) and backwards > group.the(Optimizers).used.get(part, 0):
             weights = _weights_of(part)
-            own = [
-                None if weight.grad is None or weight.grad.is_sparse else weight.grad for weight in weights
-            ]
-            sums = bit_sums(torch.zeros(1) if grad is None else grad for grad in own)
-            # the commit must not change the gradients of this run: no_sync may have kept each rank's own
-            if (
-                len(set(group.all_gather("samestep.Checkpoint.commit", sums))) > 1
-                and not group.the(Replicas).exact
-            ):
-                total = {id(weight): gradient for weight, gradient in averages(weights)}
-                own = [
-                    None if grad is None else total[id(weight)]
-                    for weight, grad in zip(weights, own, strict=True)
+            grads = [weight.grad for weight in weights]
+            sums = bit_sums(torch.zeros(1) if grad is None or grad.is_sparse else grad for grad in grads)
+            if not group.the(Replicas).exact and len(set(group.all_gather(_CALL, sums))) > 1:
+                # no_sync has kept each rank's own, and the commit must not change them; rank 0 may have none
+                mean_of = dict(averages(weights))
+                grads = [
+                    grad if grad is not None and grad.is_sparse else mean_of.get(weight)
+                    for weight, grad in zip(weights, grads, strict=True)
                 ]
-            kept[name] = own
+            kept[name] = [None if grad is None or grad.is_sparse else grad for grad in grads]
     return kept
 
 
