@@ -87,13 +87,6 @@ def test_a_hook_of_a_parameter_stays_as_it_gets_the_gradient_of_the_whole_batch(
     assert not _of(f"{BEGIN}{hook}{TRAIN}{STEP}").gaps
 
 
-def test_a_packed_sequence_that_is_padded_to_the_length_of_a_share_is_noted():
-    for given, said in ("", "x.size(0)"), (", batch_first=True", "x.size(1)"), (", total_length=5", None):
-        pads = f"nn.utils.rnn.pad_packed_sequence(packed{given})\n"
-        notes = _of(f"{BEGIN}packed = make()\n{pads}{TRAIN}{STEP}").notes
-        assert [f"total_length={said}," in note for note in notes] == [True] * bool(said)
-
-
 def test_an_averaged_model_whose_statistics_are_taken_anew_is_replicated():
     begin = BEGIN.replace("nn.Linear(4, 3)", "nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))")
     made = "from torch.optim.swa_utils import AveragedModel, update_bn\naveraged = AveragedModel(model)\n"

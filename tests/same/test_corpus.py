@@ -50,7 +50,7 @@ SAMPLE = {
     "one_at_a_time": (2,),
     "one_left": (2,),
     "packed_evaluation": (2, 3),
-    "named_entities": (2,),
+    "named_entities": (2, 3),
     "stream_shuffled": (2, 3),
     "labels_apart": (3,),
     "begun_before_model": (3,),

@@ -28,10 +28,6 @@ class NoWriter:
 _ASKS_WRITER = re.compile(rb"\.(get_logdir|file_writer|add_graph)\b|(?i:writer|tb|board)\.log_?dir\b")
 _LOGS = ("FileHandler", "basicConfig")
 _RANDOM = ("torchvision.transforms.", "albumentations.", "kornia.augmentation.")
-_PADS = (
-    "pad_packed_sequence pads to the longest sample of a process's share, while under --same, as in verify, labels "
-    "have the whole batch's length; give it total_length=x.size({}), where x is the padded input"
-)
 _PACKS = "each process has sorted and padded its part of what is gathered; use `samestep run --same`"
 _DRAWN_BY_SAMPLE = (
     "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
@@ -143,12 +139,6 @@ def _hook(followed: Follower, source: Source, node: ast.Call) -> None:
     # a weight's hook gets the whole gradient
     if not (is_of_weight and ast.unparse(node.func).endswith(".register_hook")):
         followed.findings.gap(source, node, _HOOK.format(ast.unparse(node.func)))
-
-
-def _padded(followed: Follower, source: Source, node: ast.Call) -> None:
-    given = {option.arg: ast.unparse(option.value) for option in node.keywords}
-    if "total_length" not in given:
-        followed.findings.note(source, node, _PADS.format(int(given.get("batch_first") == "True")))
 
 
 def _packed(followed: Follower, source: Source, node: ast.Call) -> None:
@@ -307,7 +297,6 @@ def _without_loader(source: Source, node: ast.Import | ast.ImportFrom) -> Edit |
 
 _BY_NAME: dict[str, Callable[[Follower, Source, ast.Call], None]] = {
     "hook": _hook,
-    "pad_packed_sequence": _padded,
     "pack_padded_sequence": _packed,
     "SummaryWriter": _without_writer,
     "wandb.init": _without_wandb,

@@ -345,8 +345,7 @@ def _check_alike(call: str, ranks: Sequence[Sequence[str]]) -> None:
         mine, theirs = next(kinds for kinds in zip(*pair, strict=True) if kinds[0] != kinds[1])
     is_padded = "[n, " in mine and "[n, " in theirs
     advice = (
-        "; of rows padded to unlike lengths gather x.flatten(0, 1), or use samestep run --same; give "
-        "pad_packed_sequence total_length=x.size(1)" * is_padded
+        "; of rows padded to unlike lengths gather x.flatten(0, 1), or use samestep run --same" * is_padded
     )
     raise RanksDiffer(
         f"{call} ({users_line()}) got {mine} on rank 0 and {theirs} on rank {rank}; "

@@ -19,6 +19,7 @@ def collate(samples):
 
 
 train = samestep.loader(data, batch_size=6, shuffle=True, collate_fn=collate)
+test = samestep.loader(data, batch_size=7, collate_fn=collate)
 
 
 class Net(nn.Module):
@@ -29,7 +30,7 @@ class Net(nn.Module):
 
     def forward(self, x, lengths):
         packed = pack_padded_sequence(self.dropout(self.words(x)), lengths, batch_first=True)
-        hidden, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.size(1))
+        hidden, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
         return self.head(hidden)
 
 
@@ -44,4 +45,10 @@ for _epoch in range(3):
         loss.backward()
         optimizer.step()
         print(samestep.sum(loss.item()))
+    with torch.no_grad():
+        print(
+            samestep.sum(
+                sum(((model(x, n).argmax(-1) - y) * (y > -1)).abs().sum().item() for x, y, n in test)
+            )
+        )
 samestep.save("weights.pt", model.state_dict())

@@ -1,15 +1,69 @@
-"""Tells where recurrent layers have the batch: their kernels draw inside, where no operation can be followed."""
+"""Gives recurrent layers what they need of the whole batch (`replicate(same=True)`).
 
+It tells where they have the batch, since their kernels draw inside, where no operation can be followed, and lets
+`pad_packed_sequence` pad to the whole batch's longest sequence.
+"""
+
+import sys
 from typing import Any
 
 import torch
+from torch import _VF
 from torch.nn.utils.rnn import PackedSequence
 
 from samestep.train.batch.parts import Part
 from samestep.train.draws.draws import Draws
+from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
-from samestep.train.passes import Rows
-from samestep.train.step import spine
+from samestep.train.passes import Rows, Share
+from samestep.train.script.sizes import is_over_samples
+from samestep.train.step import Spine, spine
+
+
+class Padding(Member):
+    """Replaces the kernel of pad_packed_sequence on several ranks, from `begin` on."""
+
+    # Without this a rank would pad to the longest sequence of its share, beside labels of the whole batch's length.
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._spine = group.the(Spine)
+        self._kernel: Any = None
+
+    def begin(self) -> None:
+        if self._kernel is None and self.group.world.size > 1:
+            # functions that the script has imported by name look the kernel up at each call
+            self._kernel = _VF._pad_packed_sequence
+            _VF._pad_packed_sequence = self._pad
+
+    def close(self) -> None:
+        if self._kernel is not None:
+            _VF._pad_packed_sequence = self._kernel
+            self._kernel = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _pad(self, data: Any, batch_sizes: Any, batch_first: bool, value: float, length: int) -> Any:
+        """Collective where other ranks have a share of the batch too."""
+        share = self._spine.origins.at_hand
+        if share is not None and share.all > 1 and share.microbatches == 1:
+            length = max(length, self._longest(share, length))
+        return self._kernel(data, batch_sizes, batch_first, value, length)
+
+    def _longest(self, share: Share, mine: int) -> int:
+        if is_over_samples(sys._getframe(2), share.mine or share.all):
+            return mine
+        if _is_on_all_ranks(share, self.group):
+            lengths: list[int] = self.group.all_gather("pad_packed_sequence", 0 if share.lent else mine)
+            return max(lengths)
+        # collate_fn has padded to the whole batch's longest
+        pairs = share.of.tensors()
+        sizes = (t.shape[1 - share.dim_in(name)] for name, t in pairs if t.dim() > 1)
+        return min((size for size in sizes if size >= mine), default=mine)
+
+
+def _is_on_all_ranks(share: Share, group: Group) -> bool:
+    """Whether each rank has samples of this batch, in training at least lent ones."""
+    return share.of.training or share.all >= group.world.size
 
 
 def note_layouts(model: torch.nn.Module) -> None:
@@ -43,9 +97,7 @@ def _packed_part(packed: PackedSequence) -> Part | None:
     group, share = joined(), spine().origins.at_hand
     if share is None or group.world.size == 1:
         return None
-    if (
-        not share.of.training and share.all < group.world.size
-    ):  # ranks without a share of this batch are not here
+    if not _is_on_all_ranks(share, group):
         if share.mine < share.all:
             why = "the lengths of other ranks' sequences are not known; give the evaluation larger batches"
             group.the(Draws).say_other("dropout between recurrent layers", why)

@@ -26,7 +26,7 @@ from samestep.train.model.arithmetic import FixedArithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
 from samestep.train.model.divergence import Divergence, check_every
 from samestep.train.model.exchange import broadcast, check_alike
-from samestep.train.model.layouts import note_layouts
+from samestep.train.model.layouts import Padding, note_layouts
 from samestep.train.model.replica import Replica, replica_of
 from samestep.train.model.replicas import Replicas
 from samestep.train.model.tree import Tree
@@ -94,6 +94,7 @@ def replicate(
         return model
     if same:
         group.the(Draws).begin()
+        group.the(Padding).begin()
         note_layouts(target)
     elif not group.the(Draws).active:
         replicas.draw_apart()
