@@ -118,6 +118,12 @@ def test_a_conversion_without_draws_is_the_same_also_without_same(nest: Nest) ->
             "not those in the untouched script",
             marks=pytest.mark.long,
         ),
+        (
+            "\noptimizer = ",
+            "\nprobe = torch.randn(3)\noptimizer = ",
+            "step 1, samples",
+            "only this script draws by torch.randn (edited.py:15)",
+        ),
     ],
 )
 def test_a_conversion_that_takes_another_step_is_told_where(
@@ -127,7 +133,7 @@ def test_a_conversion_that_takes_another_step_is_told_where(
     edited = Path(_edited("dropout", (old, new))).resolve()
     report = verify([str(edited)], [1], steps=2, against=[str(serial)], run=Forked(nest))
     assert report.exit_code == 1, report
-    assert str(report).startswith(f"different: {where}"), report
+    assert str(report).startswith(f"different already at one process: {where}"), report
     assert cause in str(report)
 
 

@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import zip_longest
 
 from samestep.verify import remedies
 from samestep.verify.read import Run, alike, record_path, shares
@@ -17,6 +19,7 @@ _SAME = 1e-4  # equal factors
 _APART = 1e-2  # factors that differ
 _CLOSE = 1e-5  # equal losses
 _MOST_LINES = 3
+_MOST_DRAWS = 100
 _BEFORE = r"^(?:\[rank\d+\]: |samestep: rank \d+ of \d+ ended in .*?: )?"
 _EXCEPTION = re.compile(rf"{_BEFORE}(?:\w+\.)*(?!Logs)([A-Z]\w+): (\S.*)", re.MULTILINE)
 _NOTE = re.compile(r"^(?:\[rank\d+\]: )?samestep: (.+)", re.MULTILINE)
@@ -49,6 +52,7 @@ def suspects(compared: Compared) -> Iterator[Cause]:
     # a failure that is gone in another run is not gone because of what samples draw
     if first.is_untouched and compared.kind != "failed":
         yield Cause(remedies.AUGMENTED, "augment", is_harmless=True)
+        yield from _of_other_draws(first, other)
     if foreign := other.fact("foreign"):
         yield Cause(f"the batches come from {foreign}; {SHOWN['foreign']}", "loaders")
     if any(facts.get("seeded") != first.fact("seeded") for facts in other.facts) and _is_drawn(compared):
@@ -67,6 +71,21 @@ def suspects(compared: Compared) -> Iterator[Cause]:
     if line := other.fact("no_sync"):
         yield Cause(remedies.NO_SYNC.format(line), "no_sync")
     yield Cause(_of_the_share(compared), "shares")
+
+
+def _of_other_draws(first: Run, other: Run) -> Iterator[Cause]:
+    """The first draw from a global generator, at one process, that only the untouched script or only this one makes."""
+    mine, theirs = (run.fact("drawn") or [] for run in (first, other))
+    pairs = enumerate(zip_longest(mine, theirs, fillvalue=["", "", 0]))
+    at = next((at for at, (a, b) in pairs if a[1:] != b[1:]), None)
+    if at is None or other.size > 1:
+        return
+    kinds = [[(name, count) for _, name, count in draws[at : at + _MOST_DRAWS]] for draws in (mine, theirs)]
+    way, i, _, j, _ = SequenceMatcher(a=kinds[0], b=kinds[1], autojunk=False).get_opcodes()[0]
+    only = [("the untouched script", mine[at + i])] if way != "insert" else []
+    only += [("this script", theirs[at + j])] if way != "delete" else []
+    draws = " and ".join(f"only {who} draws by {name} ({line})" for who, (line, name, _) in only)
+    yield Cause(remedies.DRAWN.format(draws), f"undrawn={','.join(line for _, (line, *_) in only)}")
 
 
 def stated(compared: Compared) -> str | None:

@@ -19,7 +19,7 @@ _TIMES_THE_FIRST = 5.0
 # PYTHONHASHSEED: only `samestep run` fixes it; a script that needs equal hashes is wrong under other launchers.
 _ENVIRONMENT = {"SAMESTEP_CHECK_EVERY": "0", "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "random")}
 _VARIABLES = {"draws": {"SAMESTEP_SAME": "1"}, "hashes": {"PYTHONHASHSEED": "0"}}
-_AT_SIZE_1_TOO = ("seeds", "clock", "hashes", "loaders", "augment")
+_AT_SIZE_1_TOO = ("seeds", "clock", "hashes", "loaders", "augment", "undrawn")
 _WORDS = {
     "draws": "with --same",
     "seeds": "with seeds set",
@@ -28,6 +28,7 @@ _WORDS = {
     "augment": "with each sample's draws seeded by the sample",
     "world": "with its rank hidden at {}",
     "reseeded": "with the first run's seeds",
+    "undrawn": "without the draws at {}",
     "sum": 'with loss="sum"',
     "counts": "with each loss weighed by its count",
     "scale": "with gradients divided by {}",
@@ -56,7 +57,7 @@ class Experiments:
 
     def run(self, size: int | None, removed: Removed, kind: str = "") -> Run:
         """A run of this size; one process ignores causes that need several ranks. `kind` is "", or a key of _KINDS."""
-        names = {name for name in removed if (size or 1) > 1 or name in _AT_SIZE_1_TOO}
+        names = {name for name in removed if (size or 1) > 1 or name.startswith(_AT_SIZE_1_TOO)}
         if "world=*" in names:
             names = {name for name in names if not name.startswith("world=")} | {"world=*"}
         key = (size, tuple(sorted(names)), kind)
@@ -112,6 +113,7 @@ class Experiments:
             "began": self._began,
             "nudge": kind == "nudged",
             "untouched": size is None,
+            "draws": self.first is None,
         }
         env = dict(_ENVIRONMENT)
         for name in removed:

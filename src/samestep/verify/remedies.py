@@ -131,6 +131,10 @@ AUGMENTED = (
     "what a sample draws at random is a function of (seed, epoch, sample) with samestep.loader, and not what the "
     "untouched script draws"
 )
+DRAWN = (
+    "{} at this point, so that later random numbers are others; draw the same as the untouched script, and what is "
+    "added from a generator of its own"
+)
 EXACT = (
     "the same bits need steps and replicate(exact=True), no values of a rank's share, the rank or the time, and no "
     "nondeterministic kernels; add floats in the order of microbatches, from samestep.gather"

@@ -147,7 +147,8 @@ class Report:
                 runs = f"{self.unfinished} the runs that tell whether it is a mistake, and which"
                 return f"not finished: the runs differ: {worst.difference}{cause}; {runs}"
             case "different":
-                return f"different: {worst.difference}{cause}"
+                is_earlier = worst.first.is_untouched and worst.run.size == 1
+                return f"different{' already at one process' * is_earlier}: {worst.difference}{cause}"
         largest = max(outcome.distance for outcome in self.outcomes.values())
         noise = "the first run from changed last bits differs as much in each tensor"
         rounding = f"same to rounding: {f'{largest:.1e}' if largest else noise}"

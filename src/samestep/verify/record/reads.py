@@ -74,7 +74,7 @@ class Reads:
             wrap(time, f"{name}{suffix}", partial(self._time, tick))
         wrap(os, "getpid", partial(self._time, 1))
         wrap(torch, "manual_seed", self._manual_seed, torch.random)
-        if self._removed.lines:
+        if self._removed.values("world"):
             wrap(torch, "save", _save_on_rank_0)
 
     def _answer(self, what: str, value: Any, alone: Any) -> Any:
@@ -83,7 +83,7 @@ class Reads:
         reads = self.lines.setdefault(line, [])
         if what not in reads:
             reads.append(what)
-        return alone if {"*", line} & {*self._removed.lines} else value
+        return alone if {"*", line} & {*self._removed.values("world")} else value
 
     def _manual_seed(self, seed: Callable[[Any], Any], value: Any) -> Any:
         if _asking() is not None:

@@ -41,6 +41,7 @@ from samestep.train.passes import Pass, Share
 from samestep.train.step import Spine
 from samestep.verify.read import EPSILON, record_path
 from samestep.verify.record import wrap
+from samestep.verify.record.draws import Drawn
 from samestep.verify.record.facts import (
     current_share,
     digests_of,
@@ -72,9 +73,11 @@ class Recorder:
         began: float = math.inf,
         nudge: bool = False,
         untouched: bool = False,
+        draws: bool = False,
     ) -> None:
         """`nudge` changes the last bits of weights and gradients; unless `untouched`, a serial script ends at once."""
         self._removed = Removed(without)
+        self._drawn = Drawn(self._removed.values("undrawn"), is_noted=draws)
         self._reads = Reads(self._removed, timeout_s)
         self._most_steps, self._untouched = steps, untouched
         self._nudge = torch.Generator().manual_seed(0) if nudge else None
@@ -99,6 +102,7 @@ class Recorder:
     def begin(self) -> None:
         self._removed.begin()
         self._reads.begin()
+        self._drawn.begin()
         Outputs(self._write, self._where, self._trained).begin()
         sys.addaudithook(self._audit)
         register_module_forward_pre_hook(self._before_forward)
@@ -130,6 +134,7 @@ class Recorder:
             "whole_batches": "shares" in self._removed,
             "own": sorted(self._own, reverse=True),
             "widths": self._widths,
+            "drawn": self._drawn.draws,
             "param": digests_of(self._named(nn.Module.named_parameters)),
             "buffer": digests_of(self._named(nn.Module.named_buffers)),
         }
@@ -185,9 +190,7 @@ class Recorder:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
-        if self._depth:
-            return
-        if self._forwards and "out" not in self._forwards[-1]:
+        if not self._depth and self._forwards and "out" not in self._forwards[-1]:
             self._forwards[-1]["out"] = rows_of(output)
 
     @torch.no_grad()
@@ -354,8 +357,7 @@ class Recorder:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._taken[optimizer] += 1
         self._change_last_bits(_stepped(optimizer))
-        first = next(iter(self._taken))
-        if self._taken[first] == self._most_steps:
+        if self._taken[next(iter(self._taken))] == self._most_steps:
             self._facts["cut"] = True
             raise SystemExit(0)
 

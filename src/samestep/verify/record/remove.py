@@ -40,10 +40,9 @@ class Removed:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
-    @property
-    def lines(self) -> Sequence[str]:
-        """The lines at which the script sees rank 0 of size 1."""
-        return self._values.get("world", [])
+    def values(self, name: str) -> Sequence[str]:
+        """What is named of this cause, such as the lines at which the script sees rank 0 of size 1."""
+        return self._values.get(name, [])
 
     def begin(self) -> None:
         if "seeds" in self:
@@ -57,12 +56,12 @@ class Removed:
             wrap(_MapDatasetFetcher, "__init__", _fix_draws)
         if "no_sync" in self:
             wrap(replicate, "no_sync", lambda original, model, enabled=True: original(model, False), samestep)
-        for record in self._values.get("reseeded", ()):
+        for record in self.values("reseeded"):
             facts = json.loads(Path(record).read_text(encoding="utf-8").splitlines()[-1])["facts"]
             wrap(torch, "manual_seed", partial(_reseed, iter(facts["seeded"])), torch.random)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for scale in self._values.get("scale", ()):
+        for scale in self.values("scale"):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
