@@ -73,10 +73,14 @@ def compare_printed(
     compared = experiments.compared(size, rest)
     is_same = rest == removed and compared.difference is None
     near = _Near()
+    # a number of a share may differ by no more than its last digit, and by more where there is another share
+    is_close = is_same and any(_differ_at_last(*pair[2:]) for pair in _pairs(first, other))
+    further = [*_pairs(first, experiments.run(size + 1, rest))] if is_close else []
 
     def pairs() -> list[tuple[str, int, Line, Line]]:
-        listed = _pairs(first, other)
-        return [pair for pair in listed if not is_same or near.unlike(pair[0], *pair[2:])]
+        near.exact = set()
+        near.exact = {kind for kind, _, line, now in further if near.unlike(kind, line, now)}
+        return [pair for pair in _pairs(first, other) if not is_same or near.unlike(pair[0], *pair[2:])]
 
     if not pairs():
         return [], None
@@ -98,7 +102,7 @@ def compare_printed(
     by_kind: dict[str, Printed] = {}
     for kind, at, line, now in pairs():
         is_own = _differs_between_ranks(kind, first, alone, near)
-        is_of_share = is_same and near.unlike(kind, line, now) and not _has(alone, kind, at, line, near)
+        is_of_share = is_same and not _has(alone, kind, at, line, near)
         is_right_with_shares = is_of_share and any(_has(run, kind, at, line, near) for run in shared)
         if (is_own or is_right_with_shares) and not _names_its_rank(kind, other):
             is_remark = now.inside and now.verb != "saves"
@@ -117,6 +121,7 @@ class _Near:
 
     def __init__(self) -> None:
         self._near = _CLOSE  # relative to the number; learned distances are added
+        self.exact = set[str]()  # kinds of lines whose last digits may not differ
         self._apart: dict[tuple[str, int], float] = {}
         self._of_lines: dict[str, float] = {}
 
@@ -139,7 +144,8 @@ class _Near:
         """Whether a number differs by more than is allowed."""
         part = max(self._near, self._of_lines.get(kind, 0.0)) if near is None else near
         return any(
-            abs(float(a) - float(b)) > _tolerance(a, b, part) + self._apart.get((kind, at), 0.0)
+            abs(float(a) - float(b))
+            > _tolerance(a, b, part, kind in self.exact) + self._apart.get((kind, at), 0.0)
             for at, a, b in _numbers(line, other)
         )
 
@@ -192,8 +198,13 @@ def _numbers(line: Line, other: Line) -> Iterator[tuple[int, str, str]]:
         yield at, a, b
 
 
-def _tolerance(a: str, b: str, near: float) -> float:
+def _differ_at_last(line: Line, other: Line) -> bool:
+    """Whether a number differs by its last digit alone."""
+    return any(0 < abs(float(a) - float(b)) <= _tolerance(a, b, 0.0) for _, a, b in _numbers(line, other))
+
+
+def _tolerance(a: str, b: str, near: float, is_exact: bool = False) -> float:
     """The distance that rounding can make: the last printed digit of a fraction, plus `near` times the value."""
     last_digits = [10.0 ** int(Decimal(number).as_tuple().exponent) for number in (a, b)]
-    is_integer = not any(letter in a + b for letter in ".eE")
-    return 1.01 * max(last_digits) * (not is_integer) + near * max(abs(float(a)), abs(float(b)))
+    is_fraction = any(letter in a + b for letter in ".eE") and not is_exact
+    return 1.01 * max(last_digits) * is_fraction + near * max(abs(float(a)), abs(float(b)))
