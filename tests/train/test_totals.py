@@ -377,11 +377,17 @@ def test_what_is_of_the_batch_at_hand_stays_in_its_order_after_an_evaluation(wor
 def test_a_mean_that_may_be_of_another_loader_is_said_once_with_the_line_to_write(world, length, said):
     joined()._said.clear()
     test = samestep.loader(TensorDataset(torch.arange(float(length))), length)
+    line = "if the value comes from that loader, write samestep.mean(value, weight=n)"
+    model, counts = samestep.replicate(torch.nn.Linear(1, 1)), []
     with redirect_stderr(StringIO()) as complained:
         for (rows,) in samestep.loader(TensorDataset(torch.arange(14.0)), 7):
             samestep.mean(rows.mean())
             (held,) = next(iter(test))
             samestep.mean(rows.mean().requires_grad_())
+            loss = model(rows[:, None]).mean()
+            loss.backward()
+            samestep.mean({"loss": loss.item()})
+            counts.append(complained.getvalue().count(line))
             samestep.mean(held.mean())
-    line = "if the value comes from that loader, write samestep.mean(value, weight=n)"
+    assert counts[0] == 0
     assert complained.getvalue().count(line) == (said and world.rank == 0)

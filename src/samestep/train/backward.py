@@ -91,6 +91,8 @@ class Backward(Member):
         spine.backwards += 1
         loss = self._first_losses.whole(outputs[0], gradients[0])
         spine.tell(Subscriber.backward_begins, loss)
+        if loss.numel() == 1:
+            spine.origins.losses.append(loss.detach())
         self._first_losses.look_at(loss)
         spine.weights.of_loss = spine.weights.of_next_loss(spine.models)
         spine.weights.of_leaves = self._weight_for_inputs(outputs) if spine.weights.needs_leaves else 1.0

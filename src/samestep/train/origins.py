@@ -5,6 +5,7 @@ of a test batch works on the test batch's share; a number that is collected afte
 """
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from samestep.train.group.group import Group
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.passes import Pass, Share
 
-_MOST_PASSES = 8
+_MOST_PASSES = _MOST_LOSSES = 8
 
 
 class Origins:
@@ -30,6 +31,7 @@ class Origins:
         self._worked_on: Share | None = None
         self._left: Pass | None = None
         self._trains_since = False  # whether a training batch was handed out since a pass was left
+        self.losses = deque[torch.Tensor](maxlen=_MOST_LOSSES)  # the latest losses that were trained
 
     def begin(self, begun: Pass) -> None:
         """A pass begins; the last pass of its loader ends, which a `break` had left unfinished."""
@@ -139,13 +141,17 @@ class Origins:
         """The pass that a collected value may be from: the pass left last, if that was after the batch at hand came."""
         return None if self._trains_since and self.at_hand is not None else self._left
 
-    @property
-    def is_ambiguous(self) -> bool:
-        """Whether this rank's part of the pass that was left since differs from its part of the batch at hand."""
+    def is_ambiguous(self, value: Any) -> bool:
+        """Whether a value may be of the pass that was left since, of which this rank had another part."""
         share, other = self.at_hand, self.evaluated
-        if share is None or other is None or other.latest is None:
+        if share is None or other is None or other.latest is None or getattr(value, "requires_grad", False):
             return False
-        return other.counted * share.all != share.mine * (other.latest.batch_start + other.latest.all)
+        if other.counted * share.all == share.mine * (other.latest.batch_start + other.latest.all):
+            return False
+        is_number = isinstance(value, float | torch.Tensor)
+        return not is_number or not any(
+            torch.equal(torch.as_tensor(value).to(loss), loss) for loss in self.losses
+        )
 
     def _put_last(self, this: Pass) -> None:
         if not self._passes or self._passes[-1] is not this:

@@ -69,9 +69,7 @@ def mean(value: Value, weight: float | None = None) -> Value:
     if weight is None:
         counted = spine().origins.counted
         weight = 1.0 if counted is None else float(counted)
-        if spine().origins.is_ambiguous and not any(
-            getattr(leaf, "requires_grad", False) for _, leaf in _leaves(value)
-        ):
+        if any(spine().origins.is_ambiguous(leaf) for _, leaf in _leaves(value)):
             joined().say(
                 f"samestep.mean ({users_line()}) weighs each rank by its share of the training batch, but another "
                 "loader was iterated since; if the value comes from that loader, write samestep.mean(value, weight=n), "
