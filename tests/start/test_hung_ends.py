@@ -48,9 +48,37 @@ def test_a_hung_run_that_hears_nothing_is_ended_within_the_shutdown_timeout(laun
     else:
         command = [sys.executable, "-m", "samestep", "stop"]
         subprocess.run(command, cwd=launcher.home, env=launcher.env, check=True, capture_output=True)
-    code, _, _ = started.finish()
+    code, _, err = started.finish()
     assert time.monotonic() - began < 25  # of 30 s without the option
     assert code == 128 + (signal.SIGINT if way == "Ctrl-C" else signal.SIGTERM)
+    *_, said = err.splitlines()
+    assert re.match(
+        f"train.py was stopped by {'SIGINT' if way == 'Ctrl-C' else '`samestep stop`'} after ", said
+    )
+    assert "failed" not in err
+    assert way == "Ctrl-C" or "in a hang: rank 0 has waited " in said  # Ctrl-C ends rank 0's wait
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["SIGTERM", "samestep stop"])
+def test_a_run_that_hangs_in_init_and_is_stopped_says_so_in_one_sentence(launcher, way):
+    launcher.write(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    time.sleep(99)\n"
+        "import samestep\nprint(file=open('there', 'a'))\nsamestep.init()"
+    )
+    started = launcher.start("-n", "2", "--fork", "--shutdown-timeout", "7", "train.py")
+    started.wait_for_lines("there")
+    if way == "SIGTERM":
+        started.process.send_signal(signal.SIGTERM)
+    else:
+        command = [sys.executable, "-m", "samestep", "stop"]
+        subprocess.run(command, cwd=launcher.home, env=launcher.env, check=True, capture_output=True)
+    code, _, err = started.finish()
+    *_, said = err.splitlines()
+    assert (code, "failed" in err) == (128 + signal.SIGTERM, False)
+    assert re.match(f"train.py was stopped by `?{way}`? after .*Logs: ", said)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 
 from samestep.failure import heading, typed
-from samestep.rundir import CHECKPOINTED, PulseReading, pulse_path, read_pulse
+from samestep.files import read_text
+from samestep.rundir import CHECKPOINTED, STOP, PulseReading, pulse_path, read_pulse
 from samestep.start.memory import explain_kill
 from samestep.start.scan import as_module
 from samestep.start.supervise import Outcome
@@ -43,7 +44,10 @@ def ending(
         elif outcome.stop_signal is not None:
             asked = signal.Signals(outcome.stop_signal).name
             how = f"was stopped by {asked} {after}."
-            if outcome.status == 0:  # by itself, or since the signal came at its end
+            if outcome.traceback:
+                asked = "`samestep stop`" if (run / STOP).exists() and not read_text(run / STOP) else asked
+                how = f"was stopped by {asked} {after}, in a hang: {'; '.join(outcome.traceback.exception)}."
+            elif outcome.status == 0:  # by itself, or since the signal came at its end
                 how = f"was asked to end by {asked}, and every rank came to the end of the script {after}."
         elif apart := _apart(workers):
             how = f"ended with exit code 0 {after}, although {apart}."

@@ -261,6 +261,8 @@ class WorkerGroup:
         failure, traceback, printed = cause.failure, watch.failure(hang), cause.traceback()
         if failure and failure.exception and not cause.is_echo:
             traceback = printed or traceback
+        elif self._stop_signal is not None:
+            return Outcome(-self._stop_signal, None, traceback, self._stop_signal)
         elif printed and printed.frame and not printed.is_echo:  # such as of a thread that it waits for
             at = f"rank {cause.rank} had printed a traceback: {printed.exception[0]} ({printed.frame.place})"
             traceback = Traceback(traceback.frame, (*traceback.exception, at))

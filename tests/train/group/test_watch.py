@@ -307,11 +307,11 @@ def test_a_run_of_another_launcher_names_the_rank_that_was_killed(tmp_path, laun
         time.sleep(0.2)
         (run,) = list_runs(tmp_path / "runs")
     where, what = run.facts()["failure"].split("\n")
-    assert (where, run.state.startswith("failed ")) == (f"rank {rank}", True)
+    assert (where, run.state) == (f"rank {rank}", "failed (137)")
     if "torch.distributed.run" in launcher:  # it looks at its processes ten times a second
         assert what == "killed by SIGKILL"
-    else:
-        assert what == "killed by SIGKILL" or what.endswith(" without an error, as by SIGKILL")
+    else:  # it may remove the process before anybody could read by which signal it ended
+        assert what.partition(", most likely: ")[0] == "killed by SIGKILL"
 
 
 STUCK = """

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 
 _CHUNK = 1 << 16
-_ENDED = "its process ended in the middle of the script without an error, as by SIGKILL"
+_UNREAD = ", most likely: its process ended in the middle of the script and left no error"
 _END_S = 0.5  # between the end of a rank's output and the end of its process
 _STATUS = 49  # the place of the exit status in /proc/PID/stat, from the state on
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # by which a launcher ends the other ranks
@@ -48,8 +48,9 @@ def _note_end(pid: int) -> None:
     """Record that the rank was killed, unless it has told that it is leaving by itself."""
     if os.read(0, 1) or (number := _signal_of(pid)) in _STOPS:
         return
-    said, code = (f"killed by {signal.Signals(number).name}", 128 + number) if number else (_ENDED, 1)
-    failure = {"exception": said, "group": "", "cause": "", "frames": [], "code": code, "pid": pid}
+    said, unread = signal.Signals(number or signal.SIGKILL), "" if number else _UNREAD
+    failure = {"exception": f"killed by {said.name}{unread}", "code": 128 + said, "pid": pid}
+    failure |= {"group": "", "cause": "", "frames": []}
     with suppress(OSError, ValueError, KeyError):
         with suppress(FileNotFoundError), open(sys.argv[5], "rb") as file:
             if json.load(file)["pid"] == pid:
