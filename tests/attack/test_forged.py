@@ -15,7 +15,7 @@ import torch
 
 import samestep
 from samestep.errors import CheckpointError, PlacementError
-from samestep.files import open_directory, write_atomically
+from samestep.files import here, open_directory, write_atomically
 from samestep.rendezvous import note
 from samestep.rendezvous.member import Member
 from samestep.rundir import SLOTS
@@ -117,12 +117,12 @@ HOLDERS = {
     "a time of the next century": ({}, 4e9),
     "a time before all machines": ({}, -1e9),
     "the time 0": ({}, 0),
-    "a pid below 0": ({"pid": -1, "place": lease.here()}, None),
-    "a huge pid": ({"pid": 2**70, "place": lease.here()}, None),
-    "pid 0": ({"pid": 0, "place": lease.here()}, None),
-    "a start that is no number": ({"began": float("nan"), "place": lease.here()}, None),
-    "an endless start": ({"began": float("inf"), "place": lease.here()}, None),
-    "this process before it began": ({"pid": os.getpid(), "place": lease.here(), "began": 1.0}, None),
+    "a pid below 0": ({"pid": -1, "place": here()}, None),
+    "a huge pid": ({"pid": 2**70, "place": here()}, None),
+    "pid 0": ({"pid": 0, "place": here()}, None),
+    "a start that is no number": ({"began": float("nan"), "place": here()}, None),
+    "an endless start": ({"began": float("inf"), "place": here()}, None),
+    "this process before it began": ({"pid": os.getpid(), "place": here(), "began": 1.0}, None),
     "escapes for a host": ({"host": "\x1b[31m\n"}, None),
     "a job of escapes": ({"job": "\x1b]0;x\x07", "attempt": 2**70}, None),
 }

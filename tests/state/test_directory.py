@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from samestep.errors import CheckpointError, UsageError
+from samestep.files import here
 from samestep.state import file
 from samestep.state.directory import CheckpointDirectory
 from samestep.state.lease import NAME as LEASE
-from samestep.state.lease import here, this_process
+from samestep.state.lease import this_process
 from samestep.train.checkpoint import capture
 
 TESTS = Path(__file__).parents[1]
@@ -194,7 +195,7 @@ def test_leftovers_of_dead_writers_are_removed_and_of_living_ones_kept(tmp_path)
     for name in leftovers:
         (commits.directory / name).touch()
     os.utime(commits.directory / f".writing-{other}-{dead.pid}-11111111", (time.time() - 4000,) * 2)
-    commits.commit(packed(2), 2)
+    commits.hold(this_process(), str, "")
     living.communicate()
     assert {name: not (commits.directory / name).exists() for name in leftovers} == leftovers
 

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 import pytest
 
 from samestep.errors import CheckpointError
+from samestep.files import ABANDONED_SECONDS
 from samestep.state import file, pieces
-from samestep.state.directory import _ABANDONED_SECONDS, CheckpointDirectory, _free
+from samestep.state.directory import CheckpointDirectory, _free
 from samestep.state.tree import place
 
 COMMIT = """
@@ -101,7 +102,7 @@ def test_a_leftover_of_another_machine_is_old_by_the_file_servers_clock_now(tmp_
     left = vault.directory / f".writing-{'0' * 16}-1-00000000"
     left.touch()
     for path in (left, vault.directory):
-        os.utime(path, (time.time() - _ABANDONED_SECONDS - 60,) * 2)
+        os.utime(path, (time.time() - ABANDONED_SECONDS - 60,) * 2)
     vault.commit(file.pack(2), 2)
     assert not left.exists()
 

@@ -7,7 +7,6 @@ and so knows to be good. A file's header says which commit it is: a renamed, for
 
 import errno
 import os
-import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -15,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Generic, NamedTuple, TypeVar
 
-import psutil
-
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import make_private_directory, open_directory, open_regular, sync_names
+from samestep.files import (
+    make_private_directory,
+    open_directory,
+    open_regular,
+    remove_unfinished,
+    sync_names,
+    unfinished_name,
+)
 from samestep.state import file as state_file
 from samestep.state import lease
 from samestep.state.lease import Record
@@ -27,8 +31,7 @@ from samestep.text import size
 
 T = TypeVar("T")
 _AMBIGUOUS = "holds commits of two runs, or two copies of a run, and no lease; move those of the other away"
-_UNFINISHED = re.compile(r"\.writing-([0-9a-f]{16})-(\d{1,9})-[0-9a-f]{8}")
-_ABANDONED_SECONDS = 3600
+_WRITING = ".writing-"
 _MARGIN = 1.1  # the free space that a commit needs, relative to its size
 _REMEDY = "give each run a directory of its own, or end that one first"
 
@@ -98,6 +101,7 @@ class CheckpointDirectory:
             self._make()
             with open_directory(self._at) as dir_fd:
                 self._hold(dir_fd)
+                remove_unfinished(dir_fd, _WRITING)
         except OSError as error:
             # no error yet: a full or read-only disk can be read, and may be writable at the first commit
             say(f"commits would fail now: {self._why(error, 0)}")
@@ -116,7 +120,7 @@ class CheckpointDirectory:
             # all names are looked up in this descriptor, so no link can lead out of the directory
             with open_directory(self._at) as dir_fd:
                 held = self._hold(dir_fd)
-                self._sweep(dir_fd)
+                remove_unfinished(dir_fd, _WRITING)
                 if _free(os.fstatvfs(dir_fd)) < packed.size * _MARGIN:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 name = self._write(dir_fd, packed, step, held)
@@ -227,7 +231,7 @@ class CheckpointDirectory:
 
     def _write(self, dir_fd: int, packed: state_file.Packed, step: int, held: lease.Lease) -> str:
         seal, nonce = self._seal(dir_fd, step, held), secrets.token_hex(4)
-        unfinished = f".writing-{lease.here()}-{os.getpid()}-{nonce}"
+        unfinished = unfinished_name(_WRITING)
         name = f"{seal.number:06d}-step-{step}-{nonce}.samestep"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(unfinished, flags, 0o600, dir_fd=dir_fd)
@@ -275,21 +279,6 @@ class CheckpointDirectory:
                 outline = None if entry.name in self._good else _peeked(dir_fd, entry).outline
                 if outline is None or outline.seal.run == run:
                     os.unlink(entry.name, dir_fd=dir_fd)
-
-    def _sweep(self, dir_fd: int) -> None:
-        """Remove unfinished files of ended writers; a writer on another machine counts as ended after an hour."""
-        for name in os.listdir(dir_fd):
-            match = _UNFINISHED.fullmatch(name)
-            with suppress(OSError):
-                if match and self._is_abandoned(dir_fd, name, match[1], int(match[2])):
-                    os.unlink(name, dir_fd=dir_fd)
-
-    def _is_abandoned(self, dir_fd: int, name: str, place: str, pid: int) -> bool:
-        if place == lease.here():
-            return not psutil.pid_exists(pid)
-        # both times come from the file server, so clocks of two machines are not compared
-        os.utime(dir_fd)
-        return os.fstat(dir_fd).st_mtime - os.stat(name, dir_fd=dir_fd).st_mtime > _ABANDONED_SECONDS
 
     def _why(self, error: OSError, num_bytes: int) -> str:
         if self._is_made and not self._at.is_dir():

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
 from errno import EACCES, EAGAIN
-from hashlib import blake2b
 from pathlib import Path
 from platform import node
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from typing import NamedTuple
 import psutil
 
 from samestep.errors import CheckpointError
-from samestep.files import BOOT_ID, read_text
+from samestep.files import BOOT_ID, digest_of, here, read_text
 from samestep.text import duration, printable
 
 NAME = ".lease"
@@ -62,17 +61,8 @@ class Record(NamedTuple):
 def this_process(job: str = "", attempt: int = 0) -> Holder:
     began = psutil.Process().create_time()
     return Holder(
-        node()[:200], _digest(read_text(BOOT_ID) or node()), here(), os.getpid(), began, job[:200], attempt
+        node()[:200], digest_of(read_text(BOOT_ID) or node()), here(), os.getpid(), began, job[:200], attempt
     )
-
-
-def here() -> str:
-    """The identity of the space of process numbers: this boot of this machine, and this process namespace."""
-    try:
-        place = f"{read_text(BOOT_ID)}{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        place = node()
-    return _digest(place)
 
 
 def read(dir_fd: int) -> Record | None:
@@ -231,7 +221,7 @@ class _File:
     def record(self) -> Record | None:
         digest, _, text = os.pread(self.fd, _BYTES, 0).decode("ascii", "replace").strip().partition("\n")
         try:
-            content = json.loads(text) if digest == _digest(text) else {}  # it is torn, or another file
+            content = json.loads(text) if digest == digest_of(text) else {}  # it is torn, or another file
             commits = tuple((int(number), bytes.fromhex(root)) for number, root in content["commits"])
             holder = Holder(*content["holder"]) if content["holder"] else None
             return Record(bytes.fromhex(content["run"]), commits, holder)
@@ -241,7 +231,7 @@ class _File:
     def write(self, record: Record) -> None:
         rows = [(number, root.hex()) for number, root in record.commits]
         text = json.dumps({"run": record.run.hex(), "commits": rows, "holder": record.holder})
-        os.pwrite(self.fd, f"{_digest(text)}\n{text}".ljust(_BYTES - 1).encode("ascii") + b"\n", 0)
+        os.pwrite(self.fd, f"{digest_of(text)}\n{text}".ljust(_BYTES - 1).encode("ascii") + b"\n", 0)
         # closing any descriptor makes a network file system send the data
         os.close(os.dup(self.fd))
 
@@ -275,7 +265,3 @@ def _is_alive(holder: Holder) -> bool:
         return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
     except (psutil.Error, ValueError, OverflowError):
         return False
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode(), digest_size=8).hexdigest()

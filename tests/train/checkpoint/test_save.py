@@ -179,6 +179,27 @@ def test_whatever_is_wrong_with_a_file_is_one_sentence_that_names_it(tmp_path):
     assert all("m.pt is not a file of plain weights (" in text and "\n" not in text for text in said)
 
 
+@pytest.mark.parametrize("name", ["m.pt", "ü" * 120 + ".pt"])
+def test_the_next_save_removes_what_killed_writers_of_this_file_left_and_nothing_else(tmp_path, name):
+    killed = (
+        "import os, pathlib, sys\nfrom samestep.files import write_atomically\n"
+        "write_atomically(pathlib.Path(sys.argv[1]), lambda file: os.kill(os.getpid(), 9))"
+    )
+    for path in (tmp_path / name, tmp_path / "other"):
+        subprocess.run([sys.executable, "-c", killed, path])
+    (left,) = [path.name for path in tmp_path.iterdir() if path.name[1] == name[0]]
+    place, number, nonce = left.rsplit("-", 2)
+    of_living, of_another_machine = (
+        f"{place}-{os.getppid()}-{nonce}",
+        f"{place[:-16]}{'0' * 16}-{number}-{nonce}",
+    )
+    for other in (of_living, of_another_machine):
+        (tmp_path / other).touch()
+    before = {path.name for path in tmp_path.iterdir()}
+    samestep.save(tmp_path / name, {})
+    assert {path.name for path in tmp_path.iterdir()} == before - {left} | {name}
+
+
 @pytest.mark.slow
 def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
     path = tmp_path / "m.pt"

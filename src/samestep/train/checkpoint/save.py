@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import write_atomically
+from samestep.files import remove_unfinished_beside, write_atomically
 from samestep.rendezvous.member import say
 from samestep.train.group.control import users_line
 from samestep.train.group.world import joined
@@ -39,7 +39,9 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     if joined().world.rank == 0:
         with joined().within("checkpoint", f"samestep.save ({users_line()})"):
             try:
-                write_atomically(Path(os.path.realpath(path)), lambda file: torch.save(state, file))
+                target = Path(os.path.realpath(path))
+                remove_unfinished_beside(target)
+                write_atomically(target, lambda file: torch.save(state, file))
             except Exception as error:  # of any kind: the other ranks wait for the result
                 reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
                 failure = f"{path} cannot be written ({reason}); what was there is intact"
