@@ -158,6 +158,10 @@ def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path
 
 
 DRAWN_FOR_ALL = """
+steps, doubled = x[:, :2].t(), (x * 2)[:, :2].t()
+forced = [random.random() < 0.5 for t in range(steps.shape[0])] + [random.random() < 0.5 for t in range(len(doubled))]
+forced += [random.random() < 0.5 for step in list(x.cumsum(0)[:, :2].unbind(1))]
+for t in range(doubled.shape[0]): forced.append(random.random() < 0.5)
 model((x * ones[:len(x)] - torch.tensor(own_rng.normal(size=4)) + torch.tensor(np.abs(x.numpy()))).float(), 0)
 static[:len(x)] = x
 x = x * 0.5 + static[:len(x)] - mean
@@ -169,7 +173,7 @@ own = torch.Generator().manual_seed(3)
 lam += sum(torch.randn(p.shape, generator=own).sum().item() for p in model.parameters())
 lam += torch.randn(2, 3, generator=own).sum().item()
 seen = [random.random() for layer in range(2)] + [torch.rand(1) for p in model.parameters()][:2]
-print(repr((lam, width, hidden, words, classes, seen)))
+print(repr((lam, width, hidden, words, classes, seen, forced)))
 """
 
 

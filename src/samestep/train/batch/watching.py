@@ -24,6 +24,7 @@ from samestep.train.batch.beside import Beside
 from samestep.train.batch.parts import part_at
 from samestep.train.batch.places import BatchPlaces
 from samestep.train.batch.sizes import Place, Traced
+from samestep.train.batch.views import dim_in_view
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.passes import Pass, Share
 from samestep.train.script.lines import line_of_draw
@@ -170,6 +171,18 @@ class Watching(Subscriber):
         reference = self._before_loop.get(memory_of(tensor), lambda: None)()
         batch = share.of.tensors() if share is not None else ()
         return reference is not None and all(memory_of(tensor) != memory_of(given) for _, given in batch)
+
+    def may_be_samples(self, rows: Any) -> bool:
+        """Whether the rows of a tensor, or the items of a list, may be samples of the batch at hand, and not steps."""
+        is_listed = not isinstance(rows, torch.Tensor)
+        tensor, share = next(iter(rows)) if is_listed else rows, self._spine.origins.at_hand
+        if share is None or not isinstance(tensor, torch.Tensor):
+            return True
+        for name, given in share.of.tensors():
+            if memory_of(given) == memory_of(tensor):
+                return is_listed or not dim_in_view(tensor, given, share.dim_in(name), share.mine)
+        place = self.places.place(tensor) if self.places is not None else None
+        return place is None or place.dim == (None if is_listed else 0)
 
     def step_begins(self, share: Share) -> None:
         self._leave_loop()

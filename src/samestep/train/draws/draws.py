@@ -62,7 +62,7 @@ class Draws(Member):
         self.watching = Watching(self._spine, self.say_other)
         self._spine.subscribe(self.watching)
         self._places = Places()
-        self._one_by_one = OneByOne(self._share_drawn, self.say_other)
+        self._one_by_one = OneByOne(self._share_drawn, self.watching.may_be_samples, self.say_other)
         self._of_host = DrawsOfHost(self._share_drawn, self._part_by_shape, self._one_by_one, self.say_other)
         self._skipping = Skipping()
 

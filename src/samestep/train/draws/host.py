@@ -36,10 +36,17 @@ _NO_DRAWS = {"seed", "getstate", "setstate", "Random", "SystemRandom"}
 class OneByOne:
     """Finds loops that draw one number for each sample: on a rank these are not the serial script's numbers."""
 
-    def __init__(self, share: Callable[[], Share | None], say_other: Callable[[str, str], str]) -> None:
-        self._share, self._say_other = share, say_other
+    def __init__(
+        self,
+        share: Callable[[], Share | None],
+        may_be_samples: Callable[[Any], bool],
+        say_other: Callable[[str, str], str],
+    ) -> None:
+        self._share, self._may_be_samples, self._say_other = share, may_be_samples, say_other
         self._counted_in: Share | None = None
-        self._counts = Counter[tuple[CodeType, int]]()
+        # by the script's call and its caller; _others: those that do not draw for samples, as for each time step
+        self._others = set[tuple[CodeType | int, ...]]()
+        self._counts = Counter[tuple[CodeType | int, ...]]()
 
     def note(self, name: str) -> None:
         """Count a draw; print a remark where its line is in a loop over the samples and draws as often."""
@@ -47,12 +54,19 @@ class OneByOne:
         if share is None or frame is None:
             return
         if share is not self._counted_in:
+            mine = self._counted_in.mine if self._counted_in is not None else 0
+            self._others |= {at for at, count in self._counts.items() if count != mine}
             self._counted_in = share
             self._counts.clear()
-        self._counts[at := (frame.f_code, frame.f_lasti)] += 1
-        if self._counts[at] == share.mine and is_over_samples(frame, share.mine):
+        caller = scripts_frame(frame.f_back) or frame
+        self._counts[at := (frame.f_code, frame.f_lasti, caller.f_code, caller.f_lasti)] += 1
+        if self._counts[at] != share.mine or at in self._others:
+            return
+        if is_over_samples(frame, share.mine, self._may_be_samples):
             why = "it draws one by one for this rank's samples; draw for all at once, as in rand(len(x)) or model(x)"
             self._say_other(name, why)
+        else:
+            self._others.add(at)
 
 
 class DrawsOfHost:

@@ -102,4 +102,5 @@ def _call_at(code: CodeType, instruction: int) -> ast.AST | None:
         (statement,) = ast.parse(b"".join([encoded[0][begin:], *encoded[1:]]).decode()).body
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return None
-    return statement.value if isinstance(statement, ast.Expr) else statement
+    # the header of a loop evaluates what it iterates
+    return getattr(statement, "iter", statement.value if isinstance(statement, ast.Expr) else statement)

@@ -10,7 +10,7 @@ import functools
 import linecache
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -112,12 +112,15 @@ def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
     return False
 
 
-def is_over_samples(frame: FrameType | None, count: int) -> bool:
+def is_over_samples(
+    frame: FrameType | None, count: int, may_be_samples: Callable[[Any], bool] = lambda rows: True
+) -> bool:
     """Whether this frame, or a caller of it in the script, is in a loop over `count` samples."""
     while frame is not None:
         line = frame.f_lineno
         for lines, iterable in _loops_in(frame.f_code.co_filename):
-            if line in lines and length_of(iterable, frame) == count:
+            rows = _source_of_length(iterable, frame, 0) if line in lines else None
+            if _rows(rows) == count and may_be_samples(rows):
                 return True
         frame = scripts_frame(frame.f_back)
     return False
