@@ -104,6 +104,9 @@ class Origins:
     def batch_of(self, args: Any, kwargs: Mapping[str, Any]) -> Share | None:
         """The share of the batch that a tensor in a model's input is from, None where all tensors were computed."""
         for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value._is_view() and id(value) not in self._shares:
+                base = value._base  # of x.view(-1, 784)
+                value = base if base is not None and base.shape[:1] == value.shape[:1] else value
             reference, share = self._shares.get(id(value), (None, None))
             if reference is not None and reference() is value and share is not None:
                 self._take_again(share)

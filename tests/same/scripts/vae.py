@@ -1,4 +1,4 @@
-"""A variational autoencoder: it draws in training, in evaluation, and samples between epochs."""
+"""A variational autoencoder: it draws in training, in evaluation, between epochs, and shows the last batch."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ import samestep
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(1)
 world = samestep.init()
-images = torch.rand(52, 20)
+images = torch.rand(52, 4, 5)
 train = samestep.loader(TensorDataset(images[:37]), batch_size=8, shuffle=True)
 test = samestep.loader(TensorDataset(images[37:]), batch_size=7)  # its last batch has one sample
 
@@ -41,16 +41,20 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 for epoch in range(3):
     model.train()
     for (x,) in train:
+        x = x.view(-1, 20)
         optimizer.zero_grad()
         found, mu, logvar = model(x)
         loss = loss_of(found, x, mu, logvar)
         loss.backward()
         optimizer.step()
         print("loss", samestep.mean(loss.item()))
+    with torch.no_grad():  # a view of the last batch
+        print("last", samestep.sum(model(x)[0].sum().item()))
     model.eval()
     total = 0.0
     with torch.no_grad():
         for (x,) in test:
+            x = x.flatten(1)
             found, mu, logvar = model(x)
             total += loss_of(found, x, mu, logvar).item() * len(x)
         drawn = model.decode(torch.randn(5, 4)).sum()
