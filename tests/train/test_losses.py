@@ -284,6 +284,22 @@ def test_a_mean_over_unlike_numbers_of_terms_is_said_where_a_loss_is_a_sum_of_se
     assert said.getvalue().count("unlike numbers of them for each") == (is_said and world.rank == 0)
 
 
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize(("ignored", "is_said"), [(0, True), (-100, False)])
+def test_unlike_numbers_of_terms_are_said_of_a_mean_of_three_means_over_four_samples(world, ignored, is_said):
+    look_again()
+    model = samestep.replicate(nn.Linear(4, 3).double())
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(TensorDataset(X[:8], torch.arange(8) // 3), 8):
+            out = model(x)
+            loss = (
+                F.cross_entropy(out, y) + out.square().mean() + F.cross_entropy(out, y, ignore_index=ignored)
+            )
+            (loss / 3).backward()
+            samestep.mean(0.0)
+    assert said.getvalue().count("unlike numbers of them for each") == (is_said and world.rank == 0)
+
+
 @pytest.mark.sizes(3)
 def test_half_of_two_losses_over_the_gathered_batch_is_no_mean_over_unlike_terms(world):
     """Of eight samples the last rank has two, by which number the loss is divided too."""

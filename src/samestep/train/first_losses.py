@@ -117,7 +117,9 @@ class FirstLosses:
 
     def _counts_of_addends(self, loss: torch.Tensor, share: Share) -> list[float | None]:
         """The numbers of terms of a loss's means after its first; none if each may be the mean of a sample."""
-        found = addends_of(loss, min(_MOST_MEANS, share.mine // 2))
+        found = addends_of(loss, min(_MOST_MEANS, share.mine - 1))
+        if len(found) > share.mine // 2 and any(reduced.get("rows") != share.mine for reduced in found):
+            return []
         kinds = (kind_of(reduced, self._spine.origins.trained) for reduced in found[1:])
         return [count for reduction, count in kinds if reduction == "mean"]
 

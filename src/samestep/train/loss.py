@@ -119,7 +119,8 @@ def _reduction_at(node: Any) -> dict[str, Any]:
             terms = getattr(node, "_saved_self", None) if reduction == 1 else None
             is_counted = count is None and isinstance(terms, torch.Tensor)
             reduced = {"reduction": ("mean", "sum")[reduction - 1], "count": count}
-            reduced |= {"divisor": divisor, "losses": losses}
+            sizes: Any = getattr(node, "_saved_self_sym_sizes", None) or getattr(terms, "shape", ())
+            reduced |= {"divisor": divisor, "losses": losses, "rows": sizes[0] if sizes else None}
             return {**reduced, "terms": float(terms.numel()) if is_counted and terms is not None else count}
         if not name.startswith((*_PASSED, "Mean", "Sum")) or not node.next_functions:
             break
