@@ -95,6 +95,13 @@ def test_a_loader_says_its_length_dataset_batch_size_and_share(world):
     assert len(loader.sampler) == 10
     assert (loader.batch_size, loader.share) == (4, 1 / world.size)
     assert len(list(samestep.loader(data, 4, drop_last=True, num_workers=0))) == 2
+    of_torch = DataLoader(data, 4, collate_fn=list)
+    loader = samestep.loader(data, 4, collate_fn=list)
+    for name in vars(of_torch).keys() - {"sampler", "batch_sampler"}:
+        assert name.startswith("_") or getattr(loader, name) == getattr(of_torch, name), name
+    assert len(loader.batch_sampler) == 3
+    with pytest.raises(AttributeError, match="loader has no workers; it has"):
+        loader.workers  # noqa: B018
 
 
 def test_tensors_in_memory_come_bit_for_bit_as_from_a_dataloader(world):

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Generic, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Unpack
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -103,6 +103,7 @@ class Loader(Generic[Item]):
         source.check_dataset(dataset)
         self._device = world.device if options.pop("on_device", True) else torch.device("cpu")
         source.check_options(options)
+        self._given = {**options}
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -130,6 +131,7 @@ class Loader(Generic[Item]):
         self._order = source.order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
         self._source = None if isinstance(self._order, Stream) else source.source_of(dataset, options, world)
         self.spare_workers = source.spare_workers(self._source, world)
+        self._given |= {"num_workers": options.get("num_workers", 0), "pin_memory": self._pins}
 
     @property
     def share(self) -> float:
@@ -142,6 +144,11 @@ class Loader(Generic[Item]):
         """The script's sampler, or the sampler that torch's DataLoader would have made; scripts use its length."""
         of_torch = RandomSampler if self._shuffle else SequentialSampler
         return of_torch(self.dataset) if self._sampler is None else self._sampler
+
+    if not TYPE_CHECKING:  # a type checker has to find misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            return source.of_dataloader(self, name)
 
     def __len__(self) -> int:
         return self._order.count(self.batch_size, drop_last=self.drop_last)

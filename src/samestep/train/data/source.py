@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar
 import numpy as np
 import torch
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     IterableDataset,
@@ -127,6 +128,21 @@ def check_options(options: dict[str, Any]) -> None:
         near = get_close_matches(unknown[0], known, 1)
         remedy = f"did you mean {near[0]}?" if near else "it takes those of torch's DataLoader"
         raise UsageError(f"loader knows no option {', '.join(unknown)}; {remedy}")
+
+
+def of_dataloader(loader: Any, name: str) -> Any:
+    """What a torch DataLoader with this loader's arguments has as the attribute `name`."""
+    known = inspect.signature(DataLoader.__init__).parameters
+    if name not in known or name == "self":
+        raise AttributeError(
+            f"samestep.loader has no {name}; it has what torch's DataLoader shows of its arguments, epochs, share and "
+            "state_dict"
+        )
+    if (given := loader._given.get(name)) is not None:
+        return 0 if given == "auto" else given
+    if name == "batch_sampler":
+        return BatchSampler(loader.sampler, loader.batch_size, loader.drop_last)
+    return default_collate if name == "collate_fn" else known[name].default
 
 
 def reads_ahead(options: dict[str, Any]) -> bool:
