@@ -122,3 +122,12 @@ def test_help_fits_forty_columns_except_lines_to_copy(verb):
     assert "samestep" in said
     wide = [line for line in said.splitlines() if len(line) > 40]
     assert all(re.match("  (samestep|srun|mpirun) |`samestep", line) for line in wide), wide
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_what_cannot_be_written_is_said_in_one_line(word, tmp_path):
+    with open("/dev/full", "wb", buffering=0) as full:
+        words = [sys.executable, "-m", "samestep", word]
+        done = subprocess.run(words, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=50)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "(no space left on device)" in done.stderr.lower()

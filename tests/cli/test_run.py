@@ -319,3 +319,36 @@ def test_same_is_told_to_the_workers(home):
     (home / "same.py").write_text("import os\nprint(os.environ.get('SAMESTEP_SAME'))\n")
     assert run(home, "-n2", "--same", "same.py")[1] == "1\n"
     assert run(home, "-n2", "same.py")[1] == "None\n"
+
+
+def test_a_module_that_is_not_there_is_refused_before_any_process_starts(home):
+    code, out, err = run(home, "-n2", "-m", "missing.train")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"samestep: there is no module 'missing' in {home} or among the packages of ")
+    assert not (home / "runs").exists()
+    assert run(home, "-n2", "-m", "show") == (0, "0 2\n", "")
+
+
+def test_more_than_two_processes_of_a_core_get_a_line_and_those_of_a_scheduler_do_not(home):
+    (home / "show.py").write_text("")
+    core = str(min(os.sched_getaffinity(0)))
+    for size, env, says in (("3", {}, True), ("2", {}, False), ("3", {"PBS_JOBID": "7"}, False)):
+        words = ["taskset", "-c", core, sys.executable, "-m", "samestep", "run", "-n", size, "show.py"]
+        done = subprocess.run(words, cwd=home, env=CLEAN | env, capture_output=True, text=True, timeout=50)
+        assert (done.returncode, "take turns on 1 core, so" in done.stderr) == (0, says), done.stderr
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_run_whose_output_is_lost_on_a_full_disk_says_so_and_fails_and_its_logs_are_complete(home, stream):
+    (home / "show.py").write_text(
+        "import os, sys\nprint('a')\nprint('b', file=sys.stderr)\nos.open('end', os.O_CREAT)"
+    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with open("/dev/full", "wb", buffering=0) as streams[stream]:
+        words = [sys.executable, "-m", "samestep", "run", "-n2", "show.py"]
+        done = subprocess.run(words, cwd=home, env=CLEAN, **streams, text=True, timeout=50)
+    assert (done.returncode, (home / "end").exists()) == (1, True)
+    if stream == "stdout":
+        assert "samestep: what was to be shown is lost (no space left on device); it is in " in done.stderr
+    (log,) = home.glob("runs/*/logs/rank-0.log")
+    assert sorted(log.read_text().split()) == ["a", "b"]

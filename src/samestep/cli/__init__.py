@@ -55,6 +55,10 @@ def main(args: list[str] | None = None) -> None:
     except BrokenPipeError:  # as in `samestep --help | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes there when Python ends
         sys.exit(1)
+    except OSError as error:  # as where stdout is a file on a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"samestep: the output cannot be written ({error.strerror})", file=sys.stderr)
+        sys.exit(1)
 
 
 def _main(args: list[str] | None) -> None:
@@ -71,7 +75,7 @@ def _main(args: list[str] | None) -> None:
         more = "`samestep run --help` explains run, and so on for each command."
         print("\n\n".join([_aligned(_EXAMPLES), *groups, more]), flush=True)
     elif verb in ("--version", "-V", "version"):
-        print(f"samestep {samestep.__version__}")
+        print(f"samestep {samestep.__version__}", flush=True)
     else:
         print(f"samestep has no command {verb!r}; {_meant(verb)}", file=sys.stderr)
         sys.exit(2)

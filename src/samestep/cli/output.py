@@ -1,5 +1,6 @@
 """Shared by all commands: the option -h, output as tables, JSON and progress, and the handling of errors."""
 
+import importlib.util
 import json
 import math
 import os
@@ -188,6 +189,24 @@ def check_script(script: str, is_module: bool) -> None:
         module = Path(*script.split(".")).with_suffix(".py")
         wanted = f"-m {script}" if module.is_file() else "its path"
         raise NoScript(f"there is no script {script!r}{where}; write {wanted}")
+
+
+def check_module(name: str) -> None:
+    """Refuse a module that this Python does not find from the working directory."""
+    # Only the first part of the name: to find the others, Python runs the package's own code.
+    top, path = name.partition(".")[0], sys.path
+    sys.path = [os.getcwd(), *path]
+    try:
+        is_there = importlib.util.find_spec(top) is not None
+    except ValueError:  # the name is empty, or that of a module without a spec
+        is_there = True
+    finally:
+        sys.path = path
+    if not is_there:
+        raise UsageError(
+            f"there is no module {top!r} in {Path.cwd()} or among the packages of {sys.executable}; install it, or "
+            "change to the directory that holds it"
+        )
 
 
 def sizes_of(option: str, text: str) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import NoScript, check_script, harmless, numbers, ranks_of, verb
+from samestep.cli.output import NoScript, check_module, check_script, harmless, numbers, ranks_of, verb
 from samestep.errors import UsageError
 from samestep.placement.devices import COUNTED, cores, masked, visible_devices
 from samestep.placement.place import place
@@ -24,7 +24,7 @@ from samestep.start.python import remark_on_python, scripts_python
 from samestep.start.scan import remark_on
 from samestep.start.script import Script, run_script
 from samestep.start.signals import PASSED_ON
-from samestep.text import printable
+from samestep.text import counted, printable
 
 _MANY = 1 << 20  # more ranks than any run has: with several nodes the number is not known yet
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -58,6 +58,8 @@ _HIDDEN = (
 )
 
 
+_OF_SCHEDULERS = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
+_MOST_OF_A_CORE = 2  # processes of a core that need no remark
 _FROM_0 = click.IntRange(0)
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -207,6 +209,12 @@ def _remark(file: str, size: int, options: Mapping[str, Any], *, is_counted: boo
             "no device is visible, so this is 1 process; for two on this machine's cores: samestep run -n 2 ...",
             err=True,
         )
+    own, given = len(cores()), _OF_SCHEDULERS & os.environ.keys() or visible_devices(os.environ)
+    if size > _MOST_OF_A_CORE * own and not given:
+        they = f"samestep: {size} processes take turns on {counted(own, 'core')}"
+        click.echo(
+            f"{they}, so they are slower than {own} and need more memory; write -n {own} for speed", err=True
+        )
     python = None if options["no_python"] else remark_on_python()
     for remark in (python, remark_on(Path(file), size) if size > 1 else None):
         if remark:
@@ -231,6 +239,8 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
             raise OSError(reason, os.strerror(reason))
         return [script, *args]
     if options["module"]:
+        if scripts_python() == sys.executable:
+            check_module(script)
         return [scripts_python(), "-m", script, *args]
     if script.startswith("python") and not Path(script).exists():
         raise UsageError(f"samestep run starts Python itself; leave the word {script} out")

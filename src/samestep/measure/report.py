@@ -71,7 +71,7 @@ class Report:
         for part in SHOWN:
             parts.append([part, *(percent(row.parts[part] / row.step_s.value) for row in self.rows)])
         hidden = ["" if row.hidden is None else percent(row.hidden) for row in self.rows]
-        parts.append(["(of all exchange, hidden)", *hidden])
+        parts.append(["share of exchange hidden", *hidden])
         parts = [row for row in parts if not {*row[1:]} <= {"", "0 %"}]
         if any(row.variant.settings for row in self.rows):  # names of settings are too long for headings
             parts = [list(column) for column in zip(*parts, strict=True)]

@@ -52,6 +52,7 @@ class Terminal:
     def __init__(self) -> None:
         self._waiting = {OUT: bytearray(), ERR: bytearray()}
         self._gone: set[int] = set()
+        self.lost = ""  # why output could not be shown
         self._unfinished: dict[int, object] = {}
         self._is_one_file = os.path.sameopenfile(OUT, ERR)
         self.progress: Callable[[], str] = str  # what `tick` draws
@@ -112,9 +113,11 @@ class Terminal:
             del waiting[: os.write(kind, waiting[:_PIPE_BUF])]
         except BlockingIOError:
             return
-        except OSError:
-            # The reader has gone: the run goes on, and its logs are complete.
+        except OSError as error:
+            # The run goes on, and its logs are complete. A reader that has gone, as `head -1`, has what it needs.
             self._gone.add(kind)
+            if not isinstance(error, BrokenPipeError):
+                self.lost = f"what was to be shown is lost ({reason_of(error)})"
             waiting.clear()
 
     def flush(self, seconds: float = 1.0) -> None:

@@ -190,7 +190,10 @@ class _Run:
         if text:
             self._terminal.say(text)
         self._terminal.flush()
-        return code
+        if self._terminal.lost:
+            self._terminal.say(f"samestep: {self._terminal.lost}; it is in {self._directory}/logs")
+            self._terminal.flush()
+        return code or int(bool(self._terminal.lost))
 
     def _specs(self, stack: ExitStack) -> tuple[list[WorkerSpec], int]:
         """What to start on this node in an attempt, and the number of ranks on all nodes."""

@@ -146,7 +146,8 @@ class Checkpoint:
         if found is not None:
             where = "memory" if found.is_memory else path
             self._writer.committed = [0] if found.is_memory else self._place()
-            places = "".join(place_of(*named) for named in self._loaders.items())
+            keeps = any(isinstance(part, Values) for part in self._parts.values())
+            places = "".join(place_of(*named, keeps_values=keeps) for named in self._loaders.items())
             say(f"going on after step {self.steps} from {where}{of_element(meta)}{places}")
         return self.steps
 

@@ -104,8 +104,8 @@ def _put_back(old: Any, value: Any, device: torch.device, taken: set[int]) -> An
     return value
 
 
-def place_of(name: str, loader: Loader[Any]) -> str:
-    """A sentence on how much of a loader's data is done."""
+def place_of(name: str, loader: Loader[Any], *, keeps_values: bool) -> str:
+    """A sentence on how much of a loader's data is done, and on sums that the script does not keep."""
     state, size = loader.state_dict(), loader.batch_size
     length, position, epochs = state.get("length"), state["position"], state["epoch"]
     done, ends = f"{position} samples", ""
@@ -113,6 +113,8 @@ def place_of(name: str, loader: Loader[Any]) -> str:
         left = (length - position + (0 if loader.drop_last else size - 1)) // size
         done = f"{len(loader) - left} of {len(loader)} batches"
         ends = "" if left else ", so the loop over them is empty"
+    if position and not ends and not keeps_values:
+        ends = "; what the loop adds up over an epoch, as in total += loss.item(), lacks these unless a part keeps it"
     done = f" and {done} of the next" if position else ""
     return f"; {name} has done {epochs} epoch{'' if epochs == 1 else 's'}{done}{ends}"
 
