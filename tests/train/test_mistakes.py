@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, random_split
@@ -79,6 +80,24 @@ def test_a_model_that_was_never_replicated_is_named(world):
     F.mse_loss(model(x), y).backward()
     with pytest.raises(UsageError, match=r"^SGD steps 0.weight of Sequential, which belongs to no replica"):
         optimizer.step()
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_gradients_of_the_whole_batch_that_the_script_adds_again_are_said(world, is_divided):
+    look_again()
+    model = samestep.replicate(network())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(DATA, 6):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world.size if is_divided else 1
+            optimizer.step()
+    words = f"are the whole batch's on every rank already, so the step is taken with {world.size} times"
+    assert said.getvalue().count(words) == (not is_divided and world.rank == 0)
 
 
 @pytest.mark.sizes(2, 3)

@@ -5,11 +5,13 @@ loss of a closure (LBFGS). Not covered: updates written by hand.
 """
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from samestep.errors import UsageError
@@ -37,10 +39,33 @@ class Optimizers(Member):
             register_optimizer_step_post_hook(self._after_step),
         ]
         group.the(Backward)
+        # the norms of gradients before the script adds those of all ranks, while first steps are looked at
+        self._before_sum: dict[str, list[tuple[torch.Tensor, float]]] | None = {}
+        self._all_reduce_of_torch, dist.all_reduce = dist.all_reduce, self._all_reduce
 
     def close(self) -> None:
+        dist.all_reduce = self._all_reduce_of_torch
         for hook in self._hooks:
             hook.remove()
+
+    def _all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._before_sum is not None and (line := users_line()):
+            address, gradients = tensor.data_ptr(), (p.grad for p in self._spine.models.parameters())
+            if any(grad is not None and grad.data_ptr() == address for grad in gradients):
+                self._before_sum.setdefault(line, []).append((tensor, float(tensor.norm())))
+        return self._all_reduce_of_torch(tensor, *args, **kwargs)
+
+    def _say_if_summed(self) -> None:
+        """Say that the script adds gradients of ranks that are those of the whole batch already."""
+        size = self.group.world.size
+        for line, before in (self._before_sum or {}).items():
+            factors = [float(grad.norm()) / norm for grad, norm in before if norm]
+            if factors and all(math.isclose(factor, size, rel_tol=1e-4) for factor in factors):
+                self.group.say(
+                    f"dist.all_reduce ({line}) adds gradients that are the whole batch's on every rank already, so the "
+                    f"step is taken with {size} times the serial script's gradient; leave it out",
+                    what="summed",
+                )
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self.group.enter("user")
@@ -57,6 +82,8 @@ class Optimizers(Member):
             return None
         if steps <= _FIRST_STEPS:
             self._check_owners(optimizer)
+        self._say_if_summed()
+        self._before_sum = {} if steps < _FIRST_STEPS else None
         if isinstance(optimizer, torch.optim.LBFGS):
             # step(self, closure): torch gives the optimizer itself as the first argument
             closure = args[1] if len(args) > 1 else kwargs["closure"]

@@ -168,6 +168,8 @@ def _of_the_share(compared: Compared) -> str:
 def _numbers_of_the_share(compared: Compared) -> str:
     """Which numbers of a step are computed from a rank's share, as a key of OF_THE_SHARE."""
     first, other, step = compared.first, compared.run, compared.step
+    if compared.kind == "weights":
+        return "weights"
     if _rows_differ(compared, "rows"):
         if _is_of_the_loop(compared):
             return "loop"

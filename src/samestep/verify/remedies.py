@@ -71,6 +71,8 @@ OF_THE_SHARE = {
     "unequal shares, or the loss takes other ranks' values without their gradient, as dist.all_gather does, or a hook "
     "or an autograd.Function takes a mean of gradients over the samples; leave them to loss.backward() and "
     "samestep.replicate, or take samestep.mean of what torch.func gives, and use samestep.gather",
+    "weights": "the same gradients give other weights: the loop changes them beside the optimizer, by a number of each "
+    "rank's share (its length, its loss); take samestep.sum(len(x)) or samestep.mean(loss) there",
     "buffer": "take samestep.mean(...) or gather(...) there of what it is made of",
 }
 # A specific experiment shows the cause.
