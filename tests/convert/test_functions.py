@@ -232,3 +232,11 @@ def test_parameters_that_are_appended_to_lists_by_a_test_are_the_models(lines):
     )
     assert not _of(f"{begin}for x, y in train:\n{STEP}").gaps
     assert "samestep.replicate(model)" in _after(f"{begin}for x, y in train:\n{STEP}")
+
+
+@pytest.mark.parametrize("rows", ["range(len(y))", "np.arange(len(y))"])
+def test_a_row_for_each_sample_that_numpy_makes_is_no_gap_also_where_the_function_gets_other_numbers(rows):
+    lines = f"    made = np.zeros((len(y), 3))\n    made[{rows}, y] = 1.0\n    return torch.Tensor(made)\n"
+    step = STEP.replace("F.cross_entropy(model(x), y)", "F.mse_loss(model(x), one_hot(y.numpy()))")
+    calls = f"fixed = one_hot(np.array([0, 2]))\nfor x, y in train:\n{step}"
+    assert not _of(f"import numpy as np\n{BEGIN}def one_hot(y):\n{lines}{calls}").gaps

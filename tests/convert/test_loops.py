@@ -332,3 +332,11 @@ def test_a_model_whose_parts_an_optimizer_gets_by_their_names_is_replicated():
     optimizer = "[{'params': getattr(model, part).parameters()} for part in ('weight', 'bias')]"
     begin = BEGIN.replace("model.parameters()", optimizer)
     assert "samestep.replicate(nn.Linear(4, 3))" in _after(f"{begin}for x, y in train:\n{STEP}")
+
+
+def test_a_loss_that_is_also_read_after_the_loop_is_totalled_before_its_backward():
+    step = "    (model(x) ** 2).mean().backward()\n    if step % 2 == 0:\n"
+    step += "        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n"
+    text = f"{BEGIN}for step, (x, y) in enumerate(train):\n{step}print(loss.item())\n"
+    assert not _of(text).gaps
+    assert "loss = samestep.mean(F.cross_entropy(model(x), y))" in _after(text)

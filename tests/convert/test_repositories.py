@@ -128,7 +128,7 @@ def test_a_batch_of_another_loader_counts_only_before_the_backward(after, is_gap
 def test_a_mean_of_a_batch_of_another_loader_is_listed():
     shown = "    far, near = next(iter(test))\n    print(F.cross_entropy(model(far), near).item())\n"
     (gap,) = _of(f"{BEGIN}for x, y in train:\n{STEP}{shown}").gaps
-    assert "may be of another loader's batch; write samestep.mean(value, weight=len(batch))" in gap
+    assert "may be of another batch than the latest; write samestep.mean(value, weight=len(batch))" in gap
 
 
 def test_two_loaders_that_a_function_evaluates_are_left_together():

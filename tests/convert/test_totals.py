@@ -301,3 +301,20 @@ def test_the_names_of_the_first_predictions_are_those_of_the_whole_batch():
     lines = 'x, y = next(iter(test))\nfound = model(x).argmax(1)\nprint(" ".join(names[found[j]] for j in range(4)))\n'
     made = _after(f'{BEGIN}names = ("a", "b", "c")\nfor x, y in train:\n{STEP}{lines}')
     assert "names[samestep.gather(found)[j]] for j in range(4)" in made
+
+
+@pytest.mark.parametrize("read", ["print(counts.sum())", "print(counts.trace() / counts.sum())"])
+def test_what_is_counted_sample_by_sample_and_read_in_the_loop_is_totalled_where_it_is_read(read):
+    lines = f"    for a, b in zip(model(x).argmax(1), y):\n        counts[a, b] += 1\n    {read}\n"
+    made = _after(f"{BEGIN}counts = torch.zeros(3, 3)\nfor x, y in train:\n{STEP}{lines}")
+    assert "        if train.share: counts[a, b] += 1\n" in made
+    assert "samestep.sum(counts.sum())" in made
+
+
+def test_a_mean_over_a_batch_that_was_kept_from_before_the_loops_is_listed():
+    text = f"{BEGIN}a, b = next(iter(test))\nfor x, y in train:\n{STEP}print(F.cross_entropy(model(a), b))\n"
+    assert any("of another batch than the latest" in gap for gap in _of(text).gaps)
+    latest = (
+        f"{BEGIN}for x, y in train:\n{STEP}a, b = next(iter(test))\nprint(F.cross_entropy(model(a), b))\n"
+    )
+    assert "print(samestep.mean(F.cross_entropy(model(a), b)))" in _after(latest)

@@ -195,6 +195,8 @@ class Expressions(Names):
             if first.value is None and base.kind == Kind.ROWS and not self.in_forward:
                 return Value(Kind.COLUMNS)
         along = Value() if is_all else self.value(first)
+        if along.kind == Kind.OTHER and along.of == NUMBERED and first is not node.slice:
+            return Value(Kind.ROWS)  # an element of each row, as in x[np.arange(len(x)), y]
         if along.kind in (Kind.ROW, Kind.OTHER):
             return along.bare if along.kind == Kind.ROW else other(along.of, along)
         if is_all or self.in_forward:

@@ -9,7 +9,7 @@ from typing import Any
 from samestep.convert.calls import MOST_STATEMENTS, Calls, without_gradients
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
 from samestep.convert.source import Source, begins_from, updates
-from samestep.convert.totals import ALSO_ALIKE
+from samestep.convert.totals import ALSO_ALIKE, TOTAL
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value
 
 Find = Callable[[str, int, Path], Source | None]
@@ -378,6 +378,8 @@ class Follower(Calls):
             self.gap(node, _MIXED)
         if loss.kind == Kind.OTHER and loss.edits and self.may_total():
             self.apply(loss.edits)
+        elif loss.of == TOTAL:
+            pass  # its gradient is the whole batch's
         elif loss.kind == Kind.MEAN or (loss.kind in NUMBERS and self.batches is not None):
             self.findings.losses.setdefault("mean" if loss.kind == Kind.MEAN else "sum", (self.source, node))
         elif loss.is_shared:

@@ -46,6 +46,7 @@ _CHOSEN_DIMENSIONS = (
 )
 # the numbers of the graphs that nodes belong to: their maximum is only a size
 _GRAPHS = re.compile(r"(batch|graph)\w*$")
+_SIZED_FIRST = {"zeros", "ones", "empty", "full", "rand", "randn", "random"}  # of NumPy
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 
 
@@ -159,16 +160,16 @@ class Library(Rewrites, Expressions):
             return self.optimizes(*values)
         of_rows = first.kind == "list" and {part.kind for part in first.parts} <= ROWS
         is_array = name.startswith("numpy.") and (first.kind in (*ROWS, *NUMBERS) or of_rows)
-        is_array |= name.startswith("numpy.random.") and self._is_drawn_by_sample(last, node)
+        is_array |= name.startswith("numpy.") and self._is_made_by_sample(last, node)
         is_of_torch = name.startswith("torch.") and (name.count(".") == 1 or last.endswith("Tensor"))
         if is_array or is_of_torch or _FUNCTIONAL.match(name):
             return self._of_torch(last, node, values, first)
         return self._of_library(name, last, node, values)
 
-    def _is_drawn_by_sample(self, name: str, node: ast.Call) -> bool:
-        """Whether the size of what NumPy draws is the number of this rank's samples."""
-        sizes = [option.value for option in node.keywords if option.arg == "size"]
-        sizes += node.args[:1] if name in ("rand", "randn", "random") else node.args[2:]
+    def _is_made_by_sample(self, name: str, node: ast.Call) -> bool:
+        """Whether the first size of what NumPy makes or draws is the number of this rank's samples."""
+        sizes = [option.value for option in node.keywords if option.arg in ("size", "shape")]
+        sizes += node.args[:1] if name in _SIZED_FIRST else node.args[2:]
         firsts = [size.elts[0] if isinstance(size, ast.Tuple) and size.elts else size for size in sizes]
         return any(self.known[first].kind == Kind.COUNT for first in firsts)
 
@@ -298,7 +299,10 @@ class Library(Rewrites, Expressions):
                 loop.kind, loop.text, loop.frame = "batches", over.text, self.frame
             is_quiet = bool(self.without_gradients) or self.in_eval
             loop.taken = {**dict.fromkeys(over.sizes, not is_quiet), **loop.taken}
-        return over.element if over.kind == "batches" else first
+        elif over.kind == "batches":
+            self.is_latest = True
+            self.held_batches.add(node)
+        return replace(over.element, origin=(node, self.source, ())) if over.kind == "batches" else first
 
     def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
         is_count = any(argument.kind in (Kind.COUNT, Kind.PART) for argument in values)

@@ -144,7 +144,7 @@ class Names(Totals):
             return keys[None] if None in keys and key is not None else join(*value.parts)
         if value.kind == "each":
             return other("is taken apart by zip", value) if value.is_shared else Value()
-        return Value(Kind.ROWS) if value.kind == Kind.BATCH else value
+        return Value(Kind.ROWS, origin=value.origin) if value.kind == Kind.BATCH else value
 
 
 def _keys(value: Value) -> list[object]:

@@ -189,6 +189,8 @@ class Following:
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0
         self.loops_made = self.backwards = self.followed = 0
         self.in_eval = self.unwraps = False
+        self.held_batches: set[ast.AST] = set()  # calls of next() that took a batch outside of all loops
+        self.is_latest = True  # whether no loop over batches came after the last of them
 
     @property
     def frame(self) -> Frame:
@@ -233,6 +235,7 @@ class Following:
         loop.number, loop.depth, loop.frame = self.loops_made, self.depth, self.frame
         loop.lends = loop.kind == "batches" and not (self.without_gradients or self.in_eval)
         self.loops.append(loop)
+        self.is_latest &= loop.kind != "batches"
         if self.findings.over.setdefault(self.span(node), loop.kind) != loop.kind:
             self.findings.mixed.add(self.span(node))
         if loop.call is not None:

@@ -17,7 +17,7 @@ _OURS = ("model", "instance", "function")  # kinds of callees in the project
 _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)  # bind less tightly than *
 # inside these nodes an expression needs no parentheses
 _APART = (ast.stmt, ast.Call, ast.keyword, ast.FormattedValue, ast.Dict, ast.DictComp)
-_TOTAL = "is a total"
+TOTAL = "is a total"
 MADE_OF_SHARE = "is made of this process's share of the batch"
 TOTALS = re.compile(r"(max\()?samestep\.(sum|mean|gather)\(\[?|\]?\)+")  # the texts of edits that only total
 Edits = tuple[Edit | ast.expr, ...]
@@ -47,15 +47,15 @@ class Totals(Following):
             reason = value.of if isinstance(value.of, str) else MADE_OF_SHARE
             part, source = self.cause(node, reason, self.source)
             self.findings.gap(source, part, f"`{ast.unparse(part)}` {reason}")
-        elif self.may_total() and not self._is_mixed(value.edits):
+        elif self.may_total() and not self._is_mixed(node, value.edits):
             self.apply(value.edits)
             names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
-            totals = [name for name in names if self.known.get(name, value).of == _TOTAL]
+            totals = [name for name in names if self.known.get(name, value).of == TOTAL]
             self.findings.alike.update(map(self.span, totals))
         elif self.may_total():
             self.gap(
                 node,
-                f"{text} may be of another loader's batch; write samestep.mean(value, weight=len(batch))",
+                f"{text} may be of another batch than the latest; write samestep.mean(value, weight=len(batch))",
             )
         elif self.uneven or self.in_forward or (batch := self.batches) is None:
             where = "in a model" if self.in_forward else "where only some processes may come"
@@ -68,12 +68,21 @@ class Totals(Following):
                 "different numbers of batches there"
             )
             self.findings.gap(batch.frame.source, shown, reason)
-        return Value(of=_TOTAL, models=value.models)
+        return Value(of=TOTAL, models=value.models)
 
-    def _is_mixed(self, edits: Edits) -> bool:
-        """Whether a mean is taken in a turn with batches of two loaders, of which a process may have unlike parts."""
+    def _is_mixed(self, node: ast.AST, edits: Edits) -> bool:
+        """Whether a mean may be over another batch than the latest, of which a process may have an unlike part."""
         are_means = any(isinstance(edit, Edit) and edit.text.startswith("samestep.mean(") for edit in edits)
-        return are_means and self.batches is not None and len(self.batches.taken) > 1
+        is_other = self.batches is not None and len(self.batches.taken) > 1
+        return are_means and (is_other or (not self.is_latest and self._is_of_held(node)))
+
+    def _is_of_held(self, node: ast.AST, seen: tuple[ast.AST, ...] = ()) -> bool:
+        """Whether an expression is computed from a batch that next() took outside of all loops."""
+        made = [
+            value.origin[0] for part in ast.walk(node) if (value := self.known.get(part)) and value.origin
+        ]
+        inner = (part for part in made if part not in (node, *seen))
+        return node in self.held_batches or any(self._is_of_held(part, (*seen, node)) for part in inner)
 
     def cause(
         self, node: ast.AST, reason: str, source: Source, seen: tuple[ast.AST, ...] = ()
@@ -293,7 +302,9 @@ class Totals(Following):
             self.learnt.eager.add(origin)
             return Value()
         if value.kind in (Kind.PART, Kind.COUNT) and self.guard(batch):
-            return Value(Kind.PART, Sum(batch, frozenset({origin})))
+            # what is added for single samples can only be totalled where the sum is used
+            nodes = frozenset({origin} if self.may_total() else ())
+            return Value(Kind.PART, Sum(batch, nodes))
         if value.kind == Kind.MEAN and not self.uneven and self._scale(batch, node):
             return Value(Kind.PART, Sum(batch, frozenset({node})))
         if self.may_total() and value.kind != Kind.BATCH:
