@@ -240,3 +240,18 @@ def test_a_row_for_each_sample_that_numpy_makes_is_no_gap_also_where_the_functio
     step = STEP.replace("F.cross_entropy(model(x), y)", "F.mse_loss(model(x), one_hot(y.numpy()))")
     calls = f"fixed = one_hot(np.array([0, 2]))\nfor x, y in train:\n{step}"
     assert not _of(f"import numpy as np\n{BEGIN}def one_hot(y):\n{lines}{calls}").gaps
+
+
+def test_a_loop_is_no_evaluation_where_only_a_part_of_the_model_is_in_eval_mode():
+    net = BEGIN.replace(
+        "model = nn.Linear(4, 3)",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)\n"
+        "    def forward(self, x):\n        return self.head(self.norm(x))\nmodel = Net()",
+    )
+    counted = (
+        "right = 0\nfor x, y in test:\n    right += (model(x).argmax(1) == y).sum().item()\nprint(right)\n"
+    )
+    for evaluated, is_shared in ("model.norm", False), ("model", True):
+        lines = f"{net}model.train()\nmodel.norm.eval()\n{TRAIN}{STEP}{evaluated}.eval()\n{counted}"
+        assert ("samestep.sum(right)" in _after(lines)) == is_shared

@@ -297,8 +297,7 @@ class Library(Rewrites, Expressions):
             loop = self.loops[-1]
             if loop.kind == "plain":
                 loop.kind, loop.text, loop.frame = "batches", over.text, self.frame
-            is_quiet = bool(self.without_gradients) or self.in_eval
-            loop.taken = {**dict.fromkeys(over.sizes, not is_quiet), **loop.taken}
+            loop.taken = {**dict.fromkeys(over.sizes, not self.is_quiet), **loop.taken}
         elif over.kind == "batches":
             self.is_latest = True
             self.held_batches.add(node)

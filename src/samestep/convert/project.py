@@ -230,10 +230,16 @@ class Following:
         for loop in self.loops:
             loop.together.add(loop.frame.statement)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a loop that begins here is an evaluation at run time too, where no model is left in train mode."""
+        are_in_eval = self.in_eval and self.called_to_train <= self.evaluated
+        return bool(self.without_gradients) or are_in_eval
+
     def enter(self, loop: Loop, node: ast.AST) -> None:
         self.loops_made += 1
         loop.number, loop.depth, loop.frame = self.loops_made, self.depth, self.frame
-        loop.lends = loop.kind == "batches" and not (self.without_gradients or self.in_eval)
+        loop.lends = loop.kind == "batches" and not self.is_quiet
         self.loops.append(loop)
         self.is_latest &= loop.kind != "batches"
         if self.findings.over.setdefault(self.span(node), loop.kind) != loop.kind:
