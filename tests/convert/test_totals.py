@@ -318,3 +318,10 @@ def test_a_mean_over_a_batch_that_was_kept_from_before_the_loops_is_listed():
         f"{BEGIN}for x, y in train:\n{STEP}a, b = next(iter(test))\nprint(F.cross_entropy(model(a), b))\n"
     )
     assert "print(samestep.mean(F.cross_entropy(model(a), b)))" in _after(latest)
+
+
+def test_the_size_of_a_numpy_array_of_predictions_is_summed():
+    lines = "        got.append(out.numpy())\ngot = np.concatenate(got)\nprint(right / got.size)\n"
+    assert "samestep.sum(got.size)" in _after(
+        f"import numpy as np\n{BEGIN}got = []\n{EVALUATE}        right += (out > 0).sum()\n{lines}"
+    )

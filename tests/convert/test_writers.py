@@ -83,3 +83,17 @@ def test_a_temporary_directory_is_each_processs_own(made, path):
     text = f"{begin}with open(path, 'w') as file:\n    file.write('1')\nprint(open(path).read())\n"
     assert not _of(text).gaps
     assert "with open(path, 'w') as file:" in _after(text)
+
+
+def test_a_file_behind_an_early_return_is_listed_because_ranks_may_test_for_it_after_another_wrote_it():
+    lines = "    if Path(root, 'y.json').exists():\n        return\n    json.dump([1], open(f'{root}/y.json', 'w'))\n"
+    text = f"import json\nfrom pathlib import Path\n{BEGIN}def make(root):\n{lines}make('kp')\n{TRAIN}"
+    assert any("kept for later runs" in gap for gap in _of(text).gaps)
+
+
+def test_a_directory_made_by_pathlib_may_be_there_already():
+    made = _after(
+        f"from pathlib import Path\nPath('a').mkdir()\nPath('b').mkdir(parents=True)\n{BEGIN}for x, y in train:\n{STEP}"
+    )
+    assert "Path('a').mkdir(exist_ok=True)" in made
+    assert "Path('b').mkdir(parents=True, exist_ok=True)" in made

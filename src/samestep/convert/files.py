@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.convert.follow import Follower
-from samestep.convert.rewrites import arguments
+from samestep.convert.rewrites import arguments, is_kept_file
 from samestep.convert.source import Edit, Source
 from samestep.convert.values import Value
 
@@ -149,10 +149,14 @@ def _packed(followed: Follower, source: Source, node: ast.Call) -> None:
 
 def _made(followed: Follower, source: Source, node: ast.Call) -> None:
     """Let another process make a directory after this process has tested for it."""
-    if len(node.args) == 1 and not node.keywords:
+    given = {option.arg for option in node.keywords}
+    if ast.unparse(node.func).startswith("os.") and len(node.args) == 1 and not given:
         end = source.end(node.args[0])
         makes = source.replaced(node.func, "os.makedirs")
         followed.findings.edit(makes, Edit(source, end, end, ", exist_ok=True"))
+    elif not ast.unparse(node.func).startswith("os.") and not node.args and not given & {"exist_ok", None}:
+        end = source.end(node) - 1
+        followed.findings.edit(Edit(source, end, end, ", " * bool(given) + "exist_ok=True"))
 
 
 def _written(followed: Follower, source: Source, node: ast.Call, path: ast.expr) -> None:
@@ -160,7 +164,10 @@ def _written(followed: Follower, source: Source, node: ast.Call, path: ast.expr)
     if followed.known.get(path, Value()).kind == "own":
         return
     line = _read_at(followed, _paths(followed, source, path))
-    if line is not None and not (waits := _waits_after(followed, source, node)):
+    if is_kept_file(source, node):
+        reason = f"every process would write this file, which is kept for later runs; {_FIRST}"
+        followed.findings.gap(source, node, reason)
+    elif line is not None and not (waits := _waits_after(followed, source, node)):
         reason = f"every process would write this file, which {line} reads; {_FIRST}"
         followed.findings.gap(source, node, reason)
     elif _opens(ast.unparse(node.func)):
@@ -300,8 +307,8 @@ _BY_NAME: dict[str, Callable[[Follower, Source, ast.Call], None]] = {
     "pack_padded_sequence": _packed,
     "SummaryWriter": _without_writer,
     "wandb.init": _without_wandb,
-    "os.mkdir": _made,
-    "os.makedirs": _made,
+    "mkdir": _made,
+    "makedirs": _made,
 }
 _RULES: dict[type, Callable[[Follower, Source, Any], None]] = {
     ast.Call: _called,

@@ -29,6 +29,10 @@ _OF_THE_LOSS = (
     "docs/losses.md"
 )
 _NO_TOTAL = "is of an evaluation with numbers that have no total"
+_OF_NO_BATCH = (
+    "nothing of the loop's batch was found in this loss; noise of a fixed size is right with --same alone: else each "
+    "process draws its own, all of it; write its size as that of the batch, as in torch.randn(len(x), 8)"
+)
 _NOT_SHARED = "this loss is of data that no samestep.loader shares; take the batches from a DataLoader"
 
 
@@ -392,5 +396,5 @@ class Follower(Calls):
         elif self.batches is None:
             self.gap(node, _NOT_SHARED)
         else:
-            self.gap(node, "this loss could not be followed to the batch; is it a mean over its samples?")
+            self.gap(node, _OF_NO_BATCH)
         return Value()

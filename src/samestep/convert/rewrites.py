@@ -140,5 +140,17 @@ def _unshared(node: ast.Call, given: dict[str, ast.expr]) -> str | None:
 
 def asks_for_file(source: Source, node: ast.AST) -> bool:
     """Whether a test for a file is around: some ranks may test after another rank wrote the file."""
-    tests = (part.test for part in source.around(node) if isinstance(part, ast.If))
-    return any(re.search(r"exists\(|is_?file\(", ast.unparse(test)) for test in tests)
+    return any(_tests_for_file(part) for part in source.around(node)) or is_kept_file(source, node)
+
+
+def is_kept_file(source: Source, node: ast.AST) -> bool:
+    """Whether the function returned before this line if a file, or directory, was there."""
+    function = next((part for part in source.around(node) if isinstance(part, ast.FunctionDef)), None)
+    before = [part for part in function.body if part.lineno < node.lineno] if function else []  # type: ignore[attr-defined]
+    return any(_tests_for_file(part) and isinstance(part.body[-1], ast.Return) for part in before)  # type: ignore[attr-defined]
+
+
+def _tests_for_file(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and bool(
+        re.search(r"exists\(|is_?file\(|is_?dir\(", ast.unparse(node.test))
+    )
