@@ -111,12 +111,9 @@ class Expressions(Names):
             return Value()
         if name == "shape" and base.kind in ROWS:
             return self.shape(base)
-        if (
-            name == "size"
-            and base.kind in ROWS
-            and getattr(self.source.parents[node], "func", None) is not node
-        ):
-            return counted(base, self.batches)  # of NumPy
+        is_method = getattr(self.source.parents[node], "func", None) is node
+        if name == "size" and base.kind in ROWS and not is_method:
+            return counted(base, self.batches)  # of a NumPy array
         if name in ("T", "mT", "H") and base.kind in ROWS:
             return Value(Kind.ROWS if base.kind in TURNED else Kind.COLUMNS)
         if base.kind in (*ROWS, *NUMBERS, Kind.ROW, "model"):
