@@ -4,9 +4,9 @@ A rank's record has a line of JSON for each optimizer step and each printed line
 `optimizers` and `backwards` (counts), `serial`, `own` (what each rank draws or computes from its share), `precision`,
 `seeded` (the seeds given to torch), `drawn` (draws.py), `param` and `buffer` (at the end). Further facts come with a
 line of the script: `left` (a file of an earlier run that is read or tested for), `said` (samestep's remarks),
-`foreign` (a loader that is not samestep's), `careless` (an evaluation in training mode), `told` (reads of the rank or
-size), `clock` (reads of the time or the pid), `no_sync`, `children` (where it starts processes), `apart` (a draw that
---same cannot make equal).
+`foreign` (a loader that is not samestep's), `careless` (an evaluation in training mode; `careless_last` if no batch
+came after it), `told` (reads of the rank or size), `clock` (reads of the time or the pid), `no_sync`, `children`
+(where it starts processes), `apart` (a draw that --same cannot make equal).
 """
 
 import json

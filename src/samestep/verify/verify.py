@@ -199,7 +199,7 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
         outcomes[size] = search.without(size)
         if not outcomes[size].run.code:
             _check(experiments, outcomes[size].run, size)
-        elif size == sizes[0]:
+        elif size in (sizes[0], 1):
             return Report(outcomes, exact)
     return Report(outcomes, exact, unfinished=_NO_CAUSES)
 
@@ -228,7 +228,7 @@ def _explained(experiments: Experiments, search: Search, report: Report) -> Repo
     if noise and not outcomes[last].note:
         outcomes[last] = replace(outcomes[last], note=noise)
     first = outcomes[sizes[0]].run
-    if line := first.fact("careless"):
+    if line := first.fact("careless") or first.fact("careless_last"):
         remarks.append(CARELESS.format(line))
     if first.size == 1:
         remarks += (first.fact("said") or {}).values()

@@ -10,7 +10,6 @@ import torch
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import remove_unfinished_beside, write_atomically
-from samestep.rendezvous.member import say
 from samestep.train.group.control import users_line
 from samestep.train.group.world import joined
 
@@ -63,9 +62,10 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
 def _remark_others(path: str | os.PathLike[str]) -> None:
     """Print a remark on objects that `load` will refuse, while the script still has them."""
     if others := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-        say(
+        joined().say(
             f"{path} holds {', '.join(sorted(others)[:3])}, which torch.load(weights_only=True) does not "
             "read; save a state_dict, numbers as float(x) and arrays as tensors",
+            what="objects in a file",
         )
 
 

@@ -81,18 +81,15 @@ class Recorder:
         self._reads = Reads(self._removed, timeout_s)
         self._most_steps, self._untouched = steps, untouched
         self._nudge = torch.Generator().manual_seed(0) if nudge else None
-        rank = int(os.environ.get("RANK", "0"))
-        self._file = record_path(directory, rank).open("w", encoding="utf-8")
+        self._file = record_path(directory, int(os.environ.get("RANK", "0"))).open("w", encoding="utf-8")
         self._roots: list[nn.Module] = []
         self._taken: dict[torch.optim.Optimizer, int] = {}  # the number of steps
         self._parts: list[dict[str, Any]] = []
         self._forwards: list[dict[str, Any]] = []
         self._given: list[float] = []
         self._clips: dict[str, list[float]] = {}
-        # of each batch, the sizes of its first tensor behind the samples
-        self._widths: list[Sequence[int]] = []
-        self._turn = 0
-        self._depth = 0
+        self._widths: list[Sequence[int]] = []  # of each batch, its first tensor's sizes behind the samples
+        self._turn = self._depth = 0
         self._evaluated = self._in_backward = False
         self._own: set[str] = set()
         self._foreign: str | None = None
@@ -186,7 +183,7 @@ class Recorder:
             self._forwards.append({"training": module.training, "rows": rows_of(args)})
             self._own |= {own for own in map(_own_of_each_rank, parts) if own}
         elif any(isinstance(part, _BatchNorm) and part.momentum is not None for part in parts):
-            self._facts["careless"] = users_line()
+            self._facts["careless_last"] = users_line()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
@@ -227,6 +224,7 @@ class Recorder:
             gradients = [gradients] if isinstance(gradients, torch.Tensor) else gradients
             weight = self._record_loss(losses, gradients)
         self._facts["backwards"] += 1
+        self._facts.pop("careless_last", None)  # it is a part of this step, as a GAN's samples are
         self._in_backward = True
         try:
             original([loss * weight for loss in losses] if weight != 1 else tensors, *args, **kwargs)
@@ -305,6 +303,8 @@ class Recorder:
     def _note_batch(self, batch: Any) -> None:
         """Note a batch before the training loop gets it."""
         self._evaluated = False
+        if "careless_last" in self._facts:
+            self._facts["careless"] = self._facts.pop("careless_last")
         self._given = rows_of(batch)
         if (tensor := first_tensor(batch)) is not None:
             self._widths.append(tensor.shape[1:])
