@@ -6,6 +6,7 @@ loss of a closure (LBFGS). Not covered: updates written by hand.
 
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from samestep.train.digest import bit_sums
 from samestep.train.forgotten import say_if_unshared
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
+from samestep.train.script.lines import scripts_frame
 from samestep.train.step import Spine
 
 _FIRST_STEPS = 3
@@ -49,10 +51,11 @@ class Optimizers(Member):
             hook.remove()
 
     def _all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._before_sum is not None and (line := users_line()):
-            address, gradients = tensor.data_ptr(), (p.grad for p in self._spine.models.parameters())
-            if any(grad is not None and grad.data_ptr() == address for grad in gradients):
-                self._before_sum.setdefault(line, []).append((tensor, float(tensor.norm())))
+        frame = sys._getframe(1)
+        if self._before_sum is not None and scripts_frame(frame) is frame:
+            address, leaves = tensor.data_ptr(), (p for p in self._spine.models.parameters() if p.is_leaf)
+            if any(p.grad is not None and p.grad.data_ptr() == address for p in leaves):
+                self._before_sum.setdefault(users_line(), []).append((tensor, float(tensor.norm())))
         return self._all_reduce_of_torch(tensor, *args, **kwargs)
 
     def _say_if_summed(self) -> None:

@@ -100,7 +100,7 @@ def test_a_loader_says_its_length_dataset_batch_size_and_share(world):
     for name in vars(of_torch).keys() - {"sampler", "batch_sampler"}:
         assert name.startswith("_") or getattr(loader, name) == getattr(of_torch, name), name
     assert len(loader.batch_sampler) == 3
-    with pytest.raises(AttributeError, match="loader has no workers; it has"):
+    with pytest.raises(AttributeError, match="has no attribute 'workers'; it has"):
         loader.workers  # noqa: B018
 
 

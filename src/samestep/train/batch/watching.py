@@ -42,18 +42,21 @@ class Again:
     """Decides whether a batch is watched again: after a loss whose number of operations no watched batch had."""
 
     # That shows a term that the loss has only after a warm-up, or in every 16th step, and costs less than to walk the
-    # graph. Where every batch has another number of operations, batches are watched less and less often.
+    # graph. Where every batch has another number of operations, batches are watched less and less often. A batch that
+    # is smaller than another says nothing: operations that weigh unlike shares come with it.
 
     def __init__(self) -> None:
-        self._operations = self._until = self._not_before = 0
+        self._operations = self._until = self._not_before = self._largest = 0
         self._known: set[int] = set()
-        self._is_watched = False
+        self._is_watched = self._is_small = False
 
     def is_due(self, batches: int) -> bool:
         return batches < self._until
 
-    def batch_begins(self, *, is_watched: bool) -> None:
+    def batch_begins(self, samples: int, *, is_watched: bool) -> None:
         self._operations, self._is_watched = _OPERATIONS(), is_watched
+        self._largest = max(self._largest, samples)
+        self._is_small = samples < self._largest
 
     def loss_made(self, batches: int) -> None:
         """Backward begins in this batch."""
@@ -63,8 +66,8 @@ class Again:
         if self._is_watched:
             self._known.add(num_operations)
             self._until = 0
-        elif self._until <= batches >= self._not_before:
-            self._until, self._not_before = batches + _MOST_TIMES_WATCHED, 2 * batches
+        elif self._until <= batches >= self._not_before and not self._is_small:
+            self._until, self._not_before = batches + _MOST_TIMES_WATCHED, 4 * batches
 
 
 class Watching(Subscriber):
@@ -189,7 +192,7 @@ class Watching(Subscriber):
         if not self.is_compiled and _has_compiled():
             self._heed_compiled()
         self._begin_to_watch(share)
-        self._again.batch_begins(is_watched=self._loop_places is not None)
+        self._again.batch_begins(share.all, is_watched=self._loop_places is not None)
 
     def _begin_to_watch(self, share: Share) -> None:
         """Watch this batch, if it is the first of its kind or is to be watched again."""

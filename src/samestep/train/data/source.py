@@ -134,10 +134,8 @@ def of_dataloader(loader: Any, name: str) -> Any:
     """What a torch DataLoader with this loader's arguments has as the attribute `name`."""
     known = inspect.signature(DataLoader.__init__).parameters
     if name not in known or name == "self":
-        raise AttributeError(
-            f"samestep.loader has no {name}; it has what torch's DataLoader shows of its arguments, epochs, share and "
-            "state_dict"
-        )
+        has = "what torch's DataLoader shows of its arguments, epochs, share and state_dict"
+        raise AttributeError(f"'Loader' object has no attribute {name!r}; it has {has}")
     if (given := loader._given.get(name)) is not None:
         return 0 if given == "auto" else given
     if name == "batch_sampler":
