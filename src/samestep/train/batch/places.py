@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.train.batch.mixing import IN_PLACE, averaged, draws_for_moved, mixed_by_copy, order_kept
-from samestep.train.batch.sizes import BatchSizes, Order, Place, Traced
+from samestep.train.batch.sizes import BatchSizes, Order, Place, Traced, draws_whole
 from samestep.train.batch.views import dim_after_view, dim_in_view, key_of, layout_of, meta_of
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
@@ -61,8 +61,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._coming_probe: torch.Tensor | None = None
         self._uses_guesses = True
         self._sizes, self._rows = BatchSizes(share), share.rows
-        # lines: what read a model's average as a number, that once it weighed such an average, draws for moved samples
-        self._read_at = self.weighed_by = self.drawn_at = ""
+        # lines: what read a model's average as a number, that once it weighed such an average, draws for moved samples,
+        # draws as many rows as the whole batch has
+        self._read_at = self.weighed_by = self.drawn_at = self.drawn_whole_at = ""
         for tensor in constants:
             self._note(tensor, meta_of(tensor))
         self._note_inputs(share, list(inputs))
@@ -139,7 +140,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_copied(func, *args[:2])
             self._note_changed(result, args, probe if sure else None)
             if func._opname not in IN_PLACE:
-                self._note_drawn(func, [self._traced(result)])
+                self._note_drawn(func, [self._traced(result)], result)
                 return
             _, probe, sure, *_ = self._traced(result)
         if isinstance(result, torch.Tensor):
@@ -149,7 +150,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = [self._traced(tensor) for _, tensor in named_tensors((args, kwargs))]
         if not self._uses_guesses:
             operands = [old if old.sure else old._replace(probe=meta_of(old.tensor)) for old in operands]
-        self._note_drawn(func, operands)
+        self._note_drawn(func, operands, result)
         self._look_at(func, operands)
         order = order_kept(func, operands, Traced(result, probe).has_batch)
         if (reordered := self._sizes.reordered(func._opname, args, result, self._traced)) is not None:
@@ -162,8 +163,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.weighed_by = self.weighed_by or self._read_at
         self._note(result, probe, sure, average, order)
 
-    def _note_drawn(self, func: Any, operands: list[Traced]) -> None:
-        """Note where numbers are drawn for samples that were moved, and that their own order is any."""
+    def _note_drawn(self, func: Any, operands: list[Traced], result: Any) -> None:
+        """Note where numbers are drawn for samples that were moved, or for a batch of a fixed size."""
+        if draws_whole(func, operands, result, self._rows):
+            self.drawn_whole_at = self.drawn_whole_at or users_line()
         self.drawn_at = self.drawn_at or (users_line() if draws_for_moved(func, operands) else "")
         if func._schema.is_mutable and torch.Tag.nondeterministic_seeded in func.tags:
             self._store(operands[0]._replace(order=None))

@@ -14,7 +14,7 @@ import torch
 
 from samestep.train.batch.views import meta_of
 from samestep.train.loss import Averaged
-from samestep.train.passes import Share
+from samestep.train.passes import Rows, Share
 
 # Primes, because no product of layer sizes equals a prime. _SAMPLES stands for samples, _RAGGED for rows that are not
 # samples (nodes of graphs), _MERGED for samples merged with a dimension before them: a view of (length * batch, …).
@@ -257,3 +257,13 @@ class BatchSizes:
             sizes[dim] = length // piece.mine * piece.prime
             pieces.append(meta_of(tensor, sizes))
         return pieces
+
+
+def draws_whole(func: Any, operands: Sequence[Traced], result: Any, rows: Rows) -> bool:
+    """Whether an operation draws as many rows as the whole batch has, as torch.randn(64, 100) does for a generator."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or any(
+        old.tensor is not result for old in operands
+    ):
+        return False
+    is_noise = isinstance(result, torch.Tensor) and result.dim() > 1 and not result.requires_grad
+    return is_noise and result.shape[0] == rows.all != rows.mine

@@ -277,6 +277,13 @@ class Watching(Subscriber):
                 f"join the batch with samestep.gather(...), or {how}(...)",
                 what="mixed samples",
             )
+        if not self.finds_draws and watched is not None and watched.drawn_whole_at:
+            spine.group.say(
+                f"{watched.drawn_whole_at} draws as many rows as the whole batch has, and each rank draws others, so "
+                "that their number grows with the ranks: draw as many as the batch has here, as in "
+                "torch.randn(len(x), 8), or use samestep run --same",
+                what="noise of a fixed size",
+            )
         if self.finds_draws and watched is not None and watched.drawn_at:
             self._drawn_at = watched.drawn_at
             self._remark_drawn()
