@@ -83,6 +83,10 @@ _OF_SIZES = re.compile("size|shape|dimension")
 _IF_SIZED = (
     "this rank has {0} of the batch's {1} samples; where {1} is the batch size, write x.size(0) of the input"
 )
+_IF_PADDED = (
+    "with same=True pad_packed_sequence pads to the whole batch's longest sequence, and a maximum of lengths is that of "
+    "this rank's share; take the size from what it returned, as out.size(1)"
+)
 # Words in errors that lines of a serial or hand-written script cause, and what to write instead.
 _REMEDIES = {
     "has no attribute 'module'": "replicate returns the model itself; write model where model.module stands",
@@ -128,6 +132,9 @@ def add_remedy(error: BaseException, rank: int = 0, share: tuple[int, int] = (0,
         said.append(_IF_WRITTEN)
     mine, batch = share
     is_of_sizes = type(error) in (RuntimeError, ValueError) and bool(_OF_SIZES.search(str(error)))
+    names = [set(frame.f_code.co_names) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if is_of_sizes and mine < batch and any({"pad_packed_sequence", "max"} <= used for used in names):
+        said.append(_IF_PADDED)
     if is_of_sizes and mine < batch and str(batch) in re.findall(r"\d+", str(error)):
         said.append(_IF_SIZED.format(mine, batch))
     if said and not getattr(error, "__notes__", None):

@@ -169,6 +169,23 @@ def test_a_batch_size_that_is_written_as_a_number_is_named_where_it_does_not_fit
     assert ("has 4 of the batch's 8 samples; where 8 is the batch size" in said) == (world.size > 1)
 
 
+@pytest.mark.sizes(2)
+def test_a_mask_of_the_shares_longest_sequence_beside_padded_rows_gets_the_line_to_write(world):
+    samestep.replicate(nn.Linear(1, 1), same=True)
+    lengths = torch.tensor([2, 5])
+    for x, _ in samestep.loader(TensorDataset(torch.ones(2, 5, 1), lengths), 2):
+        mine = lengths[world.rank :][: len(x)]
+        packed = nn.utils.rnn.pack_padded_sequence(x, mine, batch_first=True)
+        out, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
+        assert out.size(1) == 5
+        try:
+            print(out[..., 0] * (torch.arange(mine.max()) < mine[:, None]))
+        except RuntimeError as error:
+            add_remedy(error, share=joined().share)
+            assert "as out.size(1)" in error.__notes__[0]
+            assert world.rank == 0
+
+
 def test_names_of_other_libraries_name_ours():
     for name, said in {
         "prepare": "replicate",
