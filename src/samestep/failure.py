@@ -84,8 +84,8 @@ _IF_SIZED = (
     "this rank has {0} of the batch's {1} samples; where {1} is the batch size, write x.size(0) of the input"
 )
 _IF_PADDED = (
-    "with same=True pad_packed_sequence pads to the whole batch's longest sequence, and a maximum of lengths is that of "
-    "this rank's share; take the size from what it returned, as out.size(1)"
+    "with same=True pad_packed_sequence pads to the whole batch's longest sequence, and a maximum of lengths is this "
+    "rank's; take the size from what it returned, as out.size(1)"
 )
 # Words in errors that lines of a serial or hand-written script cause, and what to write instead.
 _REMEDIES = {
