@@ -32,5 +32,6 @@ def command(run: str | None) -> None:
     with open_directory(chosen_run.path) as dir_fd, suppress(FileExistsError):
         os.close(os.open(STOP, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))
     click.echo(
-        f"{path} was asked to stop; its Checkpoint commits and ends it; `samestep status` says when it has"
+        f"{path} was asked to stop: its samestep.Checkpoint commits and ends it, and a script without one goes on; "
+        "`samestep status` says when it has ended"
     )

@@ -9,8 +9,7 @@ from samestep.convert.library import Library
 from samestep.convert.project import Class, Frame, Function, Instance, Scope, Site
 from samestep.convert.rewrites import arguments
 from samestep.convert.signatures import NAMED, of_loss
-from samestep.convert.source import Edit
-from samestep.convert.totals import name_of
+from samestep.convert.source import Edit, name_of
 from samestep.convert.values import (
     NUMBERS,
     ROWS,

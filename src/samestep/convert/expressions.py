@@ -211,7 +211,8 @@ class Expressions(Names):
 
     def _binop(self, node: ast.BinOp) -> Value:
         nodes = (node.left, node.right)
-        left, right = self.together(nodes, [self.value(operand) for operand in nodes])
+        operands = self.together(nodes, [self.value(operand) for operand in nodes])
+        left, right = self.beside_rows(nodes, operands)
         if isinstance(node.op, ast.Mod) and left.text is not None:
             right = self.shown(node.right)
         if isinstance(node.left, ast.List) and right.kind == Kind.COUNT:

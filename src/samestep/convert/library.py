@@ -23,8 +23,8 @@ from samestep.convert.signatures import (
     over_rows,
     turns,
 )
-from samestep.convert.source import Edit, takes_apart
-from samestep.convert.totals import MADE_OF_SHARE, MEANS_OF_LISTS, name_of
+from samestep.convert.source import Edit, name_of, takes_apart
+from samestep.convert.totals import MADE_OF_SHARE, MEANS_OF_LISTS
 from samestep.convert.values import (
     NUMBERS,
     ROWS,
@@ -170,8 +170,7 @@ class Library(Rewrites, Expressions):
         """Whether the first size of what NumPy makes or draws is the number of this rank's samples."""
         sizes = [option.value for option in node.keywords if option.arg in ("size", "shape")]
         sizes += node.args[:1] if name in _SIZED_FIRST else node.args[2:]
-        firsts = [size.elts[0] if isinstance(size, ast.Tuple) and size.elts else size for size in sizes]
-        return any(self.known[first].kind == Kind.COUNT for first in firsts)
+        return any(self.part_of(self.known[size], 0).kind == Kind.COUNT for size in sizes)
 
     def _file(self, node: ast.Call) -> Value:
         around = [(frame.caller.source, frame.call) for frame in self.frames if frame.call and frame.caller]

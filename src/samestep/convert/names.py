@@ -5,7 +5,8 @@ import re
 from dataclasses import replace
 
 from samestep.convert.project import Scope
-from samestep.convert.totals import Totals, name_of
+from samestep.convert.source import name_of
+from samestep.convert.totals import Totals
 from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, models_of, other
 
 _HOLDS = "holds values of this process's share"

@@ -156,3 +156,30 @@ def takes_apart(around: ast.AST, name: str) -> bool:
             case ast.Subscript(value=value, slice=ast.Constant()) if ast.unparse(value) == name:
                 return True
     return False
+
+
+def name_of(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ""
+
+
+def is_flattened(node: ast.Call) -> bool:
+    """Whether a method such as `view(-1)` or `reshape(-1, size)` lays the samples' rows end to end."""
+    first = ast.unparse(node.args[0]) if node.args else "0"
+    return (name_of(node), first) in {("view", "-1"), ("reshape", "-1"), ("flatten", "0")}
+
+
+def parts_of(node: ast.AST) -> Iterator[ast.AST]:
+    """The direct subexpressions; for a method call also the object."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Attribute) and isinstance(node, ast.Call) and child is node.func:
+            yield child.value
+        elif isinstance(child, ast.expr):
+            yield child
+        elif isinstance(child, ast.keyword):
+            yield child.value
+
+
+def makes_list(node: ast.expr) -> bool:
+    """Whether an expression makes a list, so that adding it extends one."""
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return isinstance(node, ast.ListComp) or called == "list" or called.endswith(".tolist")

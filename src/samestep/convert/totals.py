@@ -2,13 +2,13 @@
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from samestep.convert.project import Following, Frame, Scope
 from samestep.convert.signatures import DIVIDES, NAMED, STACKS
-from samestep.convert.source import Edit, Source
+from samestep.convert.source import Edit, Source, is_flattened, makes_list, name_of, parts_of
 from samestep.convert.values import NUMBERS, ROWS, TURNED, Kind, Loop, Sum, Value, Values, combined, join
 
 MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.average")
@@ -88,7 +88,7 @@ class Totals(Following):
         self, node: ast.AST, reason: str, source: Source, seen: tuple[ast.AST, ...] = ()
     ) -> tuple[ast.AST, Source]:
         """The part of an expression that has no total; for a name, the expression that made its value."""
-        parts = [(part, source) for part in _parts(node) if part in self.known]
+        parts = [(part, source) for part in parts_of(node) if part in self.known]
         inner: list[Any] = [pair for pair in parts if self.known[pair[0]].of == reason]
         inner = [pair for pair in inner if self.known[pair[0]].edits is None]
         known = self.known.get(node, Value())
@@ -111,6 +111,17 @@ class Totals(Following):
             if self.findings.beside.setdefault(self.span(node), kind) != kind:
                 self.gap(node, ALSO_ALIKE)
         return values
+
+    def beside_rows(self, nodes: Sequence[ast.expr], values: Values) -> Values:
+        """The values of operands: next to rows, a number of the batch is totalled, as in `x + noise * x.std()`."""
+        if (
+            {value.kind for value in values} != {Kind.ROWS, Kind.OTHER}
+            or self.in_forward
+            or not self.may_total()
+        ):
+            return values
+        operands = zip(nodes, values, strict=True)
+        return [self.total(node) if value.kind == Kind.OTHER else value for node, value in operands]
 
     def apply(self, edits: Edits) -> None:
         self.findings.edit(*(edit for edit in edits if isinstance(edit, Edit)))
@@ -182,9 +193,9 @@ class Totals(Following):
         """The edits of the parts of an expression. Of a loss over tokens, flattened parts are gathered flat: ranks may
         have padded their shares to different lengths."""
         all_edits: list[Edit | ast.expr] = []
-        for part in (part for part in _parts(node) if part in self.known and self.known[part].is_shared):
+        for part in (part for part in parts_of(node) if part in self.known and self.known[part].is_shared):
             edits = self.known[part].edits
-            if edits and is_over_tokens and isinstance(part, ast.Call) and _is_flattened(part):
+            if edits and is_over_tokens and isinstance(part, ast.Call) and is_flattened(part):
                 edits = self._wrapped(part, Value(Kind.ROWS))
             if edits is None:
                 return None
@@ -275,7 +286,7 @@ class Totals(Following):
         if isinstance(node, ast.List) and len(node.elts) == 1:  # as append
             item = node.elts[0]
             return self.extended(old, self.around(old), item, self.known[item], is_flat=False)
-        if _makes_list(value.origin[0] if value.origin and isinstance(node, ast.Name) else node):
+        if makes_list(value.origin[0] if value.origin and isinstance(node, ast.Name) else node):
             return self.extended(old, self.around(old), node, value, is_flat=True)
         batch, over_samples = self.around(old)
         if over_samples and not (self.in_forward and old.kind in ROWS):
@@ -370,30 +381,3 @@ class Totals(Following):
         at = source.data.index(b"/=", source.end(node.target))
         self.findings.edit(Edit(source, at, at + 2, f"= samestep.sum({source.text(node.target)}) /"))
         return self.total(node.value)
-
-
-def name_of(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else ""
-
-
-def _is_flattened(node: ast.Call) -> bool:
-    """Whether a method such as `view(-1)` or `reshape(-1, size)` lays the samples' rows end to end."""
-    first = ast.unparse(node.args[0]) if node.args else "0"
-    return (name_of(node), first) in {("view", "-1"), ("reshape", "-1"), ("flatten", "0")}
-
-
-def _parts(node: ast.AST) -> Iterator[ast.AST]:
-    """The direct subexpressions; for a method call also the object."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Attribute) and isinstance(node, ast.Call) and child is node.func:
-            yield child.value
-        elif isinstance(child, ast.expr):
-            yield child
-        elif isinstance(child, ast.keyword):
-            yield child.value
-
-
-def _makes_list(node: ast.expr) -> bool:
-    """Whether an expression makes a list, so that adding it extends one."""
-    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-    return isinstance(node, ast.ListComp) or called == "list" or called.endswith(".tolist")

@@ -43,20 +43,22 @@ class Again:
 
     # That shows a term that the loss has only after a warm-up, or in every 16th step, and costs less than to walk the
     # graph. Where every batch has another number of operations, batches are watched less and less often. A batch that
-    # is smaller than another says nothing: operations that weigh unlike shares come with it.
+    # is smaller than another may only have operations that weigh unlike shares: then the next of its size is watched.
 
     def __init__(self) -> None:
-        self._operations = self._until = self._not_before = self._largest = 0
+        self._operations = self._until = self._not_before = self._largest = self._samples = 0
         self._known: set[int] = set()
-        self._is_watched = self._is_small = False
+        self._smaller: dict[int, bool] = {}  # sizes, and whether the next batch of this size is to be watched
+        self._is_watched = False
 
-    def is_due(self, batches: int) -> bool:
-        return batches < self._until
+    def is_due(self, batches: int, samples: int) -> bool:
+        return batches < self._until or self._smaller.get(samples, False)
 
     def batch_begins(self, samples: int, *, is_watched: bool) -> None:
         self._operations, self._is_watched = _OPERATIONS(), is_watched
-        self._largest = max(self._largest, samples)
-        self._is_small = samples < self._largest
+        self._samples, self._largest = samples, max(self._largest, samples)
+        if is_watched:
+            self._smaller[samples] = False
 
     def loss_made(self, batches: int) -> None:
         """Backward begins in this batch."""
@@ -66,7 +68,9 @@ class Again:
         if self._is_watched:
             self._known.add(num_operations)
             self._until = 0
-        elif self._until <= batches >= self._not_before and not self._is_small:
+        elif self._samples < self._largest:
+            self._smaller.setdefault(self._samples, True)
+        elif self._until <= batches >= self._not_before:
             self._until, self._not_before = batches + _MOST_TIMES_WATCHED, 4 * batches
 
 
@@ -207,7 +211,7 @@ class Watching(Subscriber):
         can_be = 0 < share.mine < share.all and share.microbatches == 1 and not self.is_compiled
         # before a restart the remarks were printed
         is_of_use = share.of.training and not group.restarts
-        if is_of_use and self._again.is_due(self._spine.batches):
+        if is_of_use and self._again.is_due(self._spine.batches, share.all):
             self._watched_kinds.discard(kind)
         if kind in self._watched_kinds or not (is_alike and can_be):
             return
