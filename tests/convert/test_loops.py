@@ -340,3 +340,12 @@ def test_a_loss_that_is_also_read_after_the_loop_is_totalled_before_its_backward
     text = f"{BEGIN}for step, (x, y) in enumerate(train):\n{step}print(loss.item())\n"
     assert not _of(text).gaps
     assert "loss = samestep.mean(F.cross_entropy(model(x), y))" in _after(text)
+
+
+def test_a_number_of_the_batch_beside_its_rows_is_totalled_alone():
+    lines = "    noise = np.random.random(size=x.shape)\n    a = x + x.std() * torch.Tensor(noise)\n"
+    step = STEP.replace("model(x)", "model(a)")
+    text = f"import numpy as np\n{BEGIN}for x, y in train:\n{lines}{step}"
+    assert not _of(text).gaps
+    assert "size=x.shape" in _after(text)
+    assert "a = x + samestep.gather(x).std() * torch.Tensor(noise)" in _after(text)

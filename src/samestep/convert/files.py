@@ -149,12 +149,12 @@ def _packed(followed: Follower, source: Source, node: ast.Call) -> None:
 
 def _made(followed: Follower, source: Source, node: ast.Call) -> None:
     """Let another process make a directory after this process has tested for it."""
-    given = {option.arg for option in node.keywords}
-    if ast.unparse(node.func).startswith("os.") and len(node.args) == 1 and not given:
+    given, is_of_os = {option.arg for option in node.keywords}, ast.unparse(node.func).startswith("os.")
+    if is_of_os and len(node.args) == 1 and not given:
         end = source.end(node.args[0])
         makes = source.replaced(node.func, "os.makedirs")
         followed.findings.edit(makes, Edit(source, end, end, ", exist_ok=True"))
-    elif not ast.unparse(node.func).startswith("os.") and not node.args and not given & {"exist_ok", None}:
+    elif not is_of_os and not node.args and not given & {"exist_ok", None}:
         end = source.end(node) - 1
         followed.findings.edit(Edit(source, end, end, ", " * bool(given) + "exist_ok=True"))
 

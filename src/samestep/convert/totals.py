@@ -76,13 +76,14 @@ class Totals(Following):
         is_other = self.batches is not None and len(self.batches.taken) > 1
         return are_means and (is_other or (not self.is_latest and self._is_of_held(node)))
 
-    def _is_of_held(self, node: ast.AST, seen: tuple[ast.AST, ...] = ()) -> bool:
+    def _is_of_held(self, node: ast.AST) -> bool:
         """Whether an expression is computed from a batch that next() took outside of all loops."""
-        made = [
-            value.origin[0] for part in ast.walk(node) if (value := self.known.get(part)) and value.origin
-        ]
-        inner = (part for part in made if part not in (node, *seen))
-        return node in self.held_batches or any(self._is_of_held(part, (*seen, node)) for part in inner)
+        reached = [node]
+        for expression in reached:
+            values = (self.known.get(part) for part in ast.walk(expression))
+            made = [value.origin[0] for value in values if value is not None and value.origin]
+            reached += [part for part in made if part not in reached]
+        return not self.held_batches.isdisjoint(reached)
 
     def cause(
         self, node: ast.AST, reason: str, source: Source, seen: tuple[ast.AST, ...] = ()
@@ -114,11 +115,8 @@ class Totals(Following):
 
     def beside_rows(self, nodes: Sequence[ast.expr], values: Values) -> Values:
         """The values of operands: next to rows, a number of the batch is totalled, as in `x + noise * x.std()`."""
-        if (
-            {value.kind for value in values} != {Kind.ROWS, Kind.OTHER}
-            or self.in_forward
-            or not self.may_total()
-        ):
+        kinds = {value.kind for value in values}
+        if kinds != {Kind.ROWS, Kind.OTHER} or self.in_forward or not self.may_total():
             return values
         operands = zip(nodes, values, strict=True)
         return [self.total(node) if value.kind == Kind.OTHER else value for node, value in operands]
