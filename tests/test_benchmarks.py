@@ -11,6 +11,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("benchmark", ["exact --rounds 1", "meter --rounds 1", "same --rounds 1", "watch"])
 def test_a_benchmark_runs(benchmark: str, tmp_path: Path) -> None:
     name, *options = benchmark.split()

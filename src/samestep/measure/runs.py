@@ -64,7 +64,10 @@ class Run:
     @cached_property
     def state(self) -> str:
         if self.ended:
-            return _ENDS.get(self.ended.code, f"failed ({self.ended.code})")
+            # rank 0's own code may only say that it lost the rank that failed
+            recorded = self.recorded[0] if self.ended.code == 1 and not self.ended.failure else None
+            code = self.ended.code if recorded is None else recorded
+            return _ENDS.get(code, f"failed ({code})")
         is_here = self.host == os.uname().nodename
         if is_here and _lives(self.pid, self.started):
             return "running"
