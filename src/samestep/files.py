@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import re
 import secrets
 import stat
 import sys
@@ -12,13 +11,8 @@ from contextlib import contextmanager, suppress
 from errno import EFBIG, EINVAL, ENOSYS, EOPNOTSUPP
 from hashlib import blake2b
 from pathlib import Path
-from platform import node
 from typing import BinaryIO
 
-import psutil
-
-_UNFINISHED = re.compile(r"([0-9a-f]{16})-(\d{1,9})-[0-9a-f]{8}")
-ABANDONED_SECONDS = 3600
 _MOST_OF_NAME = 200
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -30,7 +24,7 @@ def write_atomically(path: Path, write: bytes | Callable[[BinaryIO], object], mo
         mode_there = path.lstat().st_mode
         if not (stat.S_ISREG(mode_there) or stat.S_ISLNK(mode_there)):
             raise OSError(EINVAL, "it is not a regular file", str(path))
-    new = path.with_name(unfinished_name(_beside(path)))
+    new = path.with_name(unfinished_name(unfinished_prefix(path)))
     try:
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with open(descriptor, "wb") as file:
@@ -50,36 +44,14 @@ def write_atomically(path: Path, write: bytes | Callable[[BinaryIO], object], mo
 
 
 def unfinished_name(prefix: str) -> str:
-    """A name for a file that this process begins to write; `remove_unfinished` finds it after a crash."""
+    """A name for a file that this process begins to write; state/leftovers.py finds it after a crash."""
     return f"{prefix}{here()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def remove_unfinished(dir_fd: int, prefix: str) -> None:
-    """Remove files that ended writers left; a writer on another machine counts as ended after an hour."""
-    for name in os.listdir(dir_fd):
-        match = _UNFINISHED.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
-        with suppress(OSError):
-            if match and _is_abandoned(dir_fd, name, match[1], int(match[2])):
-                os.unlink(name, dir_fd=dir_fd)
-
-
-def remove_unfinished_beside(path: Path) -> None:
-    """Remove what ended writers of this file left beside it."""
-    with suppress(OSError), open_directory(path.parent) as dir_fd:
-        remove_unfinished(dir_fd, _beside(path))
-
-
-def _beside(path: Path) -> str:
+def unfinished_prefix(path: Path) -> str:
+    """How the names begin of files that are to replace this one."""
     # cut: the longest name of a file has 255 bytes
     return f".{os.fsdecode(os.fsencode(path.name)[:_MOST_OF_NAME])}."
-
-
-def _is_abandoned(dir_fd: int, name: str, place: str, pid: int) -> bool:
-    if place == here():
-        return not psutil.pid_exists(pid)
-    # both times come from the file server, so clocks of two machines are not compared
-    os.utime(dir_fd)
-    return os.fstat(dir_fd).st_mtime - os.stat(name, dir_fd=dir_fd).st_mtime > ABANDONED_SECONDS
 
 
 def here() -> str:
@@ -87,7 +59,7 @@ def here() -> str:
     try:
         place = f"{read_text(BOOT_ID)}{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        place = node()
+        place = os.uname().nodename
     return digest_of(place)
 
 

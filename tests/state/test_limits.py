@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import pytest
 
 from samestep.errors import CheckpointError
-from samestep.files import ABANDONED_SECONDS
 from samestep.state import file, pieces
 from samestep.state.directory import CheckpointDirectory, _free
+from samestep.state.leftovers import ABANDONED_SECONDS
 from samestep.state.tree import place
 
 COMMIT = """

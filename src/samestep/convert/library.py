@@ -159,8 +159,9 @@ class Library(Rewrites, Expressions):
         if self._is_optimizer(name, last, values):
             return self.optimizes(*values)
         of_rows = first.kind == "list" and {part.kind for part in first.parts} <= ROWS
-        is_array = name.startswith("numpy.") and (first.kind in (*ROWS, *NUMBERS) or of_rows)
-        is_array |= name.startswith("numpy.") and self._is_made_by_sample(last, node)
+        is_array = name.startswith("numpy.") and (
+            first.kind in (*ROWS, *NUMBERS) or of_rows or self._is_made_by_sample(last, node)
+        )
         is_of_torch = name.startswith("torch.") and (name.count(".") == 1 or last.endswith("Tensor"))
         if is_array or is_of_torch or _FUNCTIONAL.match(name):
             return self._of_torch(last, node, values, first)

@@ -62,11 +62,16 @@ class Run:
         return "".join(letter if letter.isprintable() else " " for letter in text)
 
     @cached_property
+    def exit_code(self) -> int | None:
+        """The code with which the run ended; rank 0's own may only say that it lost the rank that failed."""
+        if self.ended is None or self.ended.code != 1 or self.ended.failure:
+            return self.ended and self.ended.code
+        recorded = self.recorded[0]
+        return 1 if recorded is None else recorded
+
+    @cached_property
     def state(self) -> str:
-        if self.ended:
-            # rank 0's own code may only say that it lost the rank that failed
-            recorded = self.recorded[0] if self.ended.code == 1 and not self.ended.failure else None
-            code = self.ended.code if recorded is None else recorded
+        if (code := self.exit_code) is not None:
             return _ENDS.get(code, f"failed ({code})")
         is_here = self.host == os.uname().nodename
         if is_here and _lives(self.pid, self.started):
@@ -138,7 +143,7 @@ class Run:
             "step": self.step,
             "steps_per_second": step_s and round(1 / step_s, 3),
             "samples_per_second": round(self.progress.samples_per_second, 1) or None,
-            "exit_code": self.ended and self.ended.code,
+            "exit_code": self.exit_code,
             "failure": failure,
         }
 

@@ -19,13 +19,13 @@ from samestep.files import (
     make_private_directory,
     open_directory,
     open_regular,
-    remove_unfinished,
     sync_names,
     unfinished_name,
 )
 from samestep.state import file as state_file
 from samestep.state import lease
 from samestep.state.lease import Record
+from samestep.state.leftovers import remove_unfinished
 from samestep.state.slots import Slots
 from samestep.text import size
 

@@ -1,7 +1,8 @@
 """Before an optimizer's step: refuses parameters that differ between ranks, and gives a closure the whole batch's loss.
 
-Covered: parameters that belong to no replica and whose gradients differ between ranks, optimizers that branch on the
-loss of a closure (LBFGS). Not covered: updates written by hand.
+Covered: parameters that belong to no replica and whose gradients differ between ranks, gradients of the whole batch
+that the script adds over the ranks again, optimizers that branch on the loss of a closure (LBFGS). Not covered: updates
+written by hand.
 """
 
 import gc

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import remove_unfinished_beside, write_atomically
+from samestep.files import write_atomically
+from samestep.state.leftovers import remove_unfinished_beside
 from samestep.train.group.control import users_line
 from samestep.train.group.world import joined
 
