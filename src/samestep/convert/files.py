@@ -151,12 +151,10 @@ def _made(followed: Follower, source: Source, node: ast.Call) -> None:
     """Let another process make a directory after this process has tested for it."""
     given, is_of_os = {option.arg for option in node.keywords}, ast.unparse(node.func).startswith("os.")
     if is_of_os and len(node.args) == 1 and not given:
-        end = source.end(node.args[0])
         makes = source.replaced(node.func, "os.makedirs")
-        followed.findings.edit(makes, Edit(source, end, end, ", exist_ok=True"))
+        followed.findings.edit(makes, source.with_option(node, "exist_ok=True"))
     elif not is_of_os and not node.args and not given & {"exist_ok", None}:
-        end = source.end(node) - 1
-        followed.findings.edit(Edit(source, end, end, ", " * bool(given) + "exist_ok=True"))
+        followed.findings.edit(source.with_option(node, "exist_ok=True"))
 
 
 def _written(followed: Follower, source: Source, node: ast.Call, path: ast.expr) -> None:
@@ -217,10 +215,8 @@ def _without_wandb(followed: Follower, source: Source, node: ast.Call) -> None:
         reason = _ALL_WRITE.format("wandb.init", 'with mode="disabled" on the others')
         followed.findings.gap(source, node, reason)
         return
-    end = source.end(node) - 1
     mode = 'mode="disabled" if samestep.init().rank else None'
-    is_open = source.data[:end].rstrip().endswith((b"(", b","))
-    followed.findings.edit(Edit(source, end, end, mode if is_open else f", {mode}"))
+    followed.findings.edit(source.with_option(node, mode))
 
 
 def _writes(node: ast.Call) -> bool:

@@ -23,7 +23,7 @@ from samestep.convert.signatures import (
     over_rows,
     turns,
 )
-from samestep.convert.source import Edit, name_of, takes_apart
+from samestep.convert.source import Edit, name_of, takes_apart, values_given
 from samestep.convert.totals import MADE_OF_SHARE, MEANS_OF_LISTS
 from samestep.convert.values import (
     NUMBERS,
@@ -70,7 +70,7 @@ class Library(Rewrites, Expressions):
 
     def method(self, node: ast.Call, base: Value, name: str) -> Value:
         """The value of a method of a tensor, number, list or dict; a container may have been joined to one value."""
-        values = [base, *map(self.value, (*node.args, *(option.value for option in node.keywords)))]
+        values = [base, *map(self.value, values_given(node))]
         is_tensor = base.kind in (Kind.ROWS, Kind.SOME) and name not in ("append", "extend")
         if name in NAMED["list"] and not is_tensor:
             return self._of_list(node, base, name, values)
@@ -140,8 +140,7 @@ class Library(Rewrites, Expressions):
 
     def external(self, name: str, node: ast.Call) -> Value:
         """The value of a call of a function or class outside the project."""
-        values = [*map(self.value, node.args)]
-        values += [self.value(part.value) for part in node.keywords]
+        values = [*map(self.value, values_given(node))]
         last, first = name.rpartition(".")[2], (*values, Value())[0]
         if value := self._file_or_dict(name, node, values, first):
             return value
@@ -249,11 +248,7 @@ class Library(Rewrites, Expressions):
         if name in ("chain", "filter", "map"):
             return join(*values)
         if name == "cycle" and first.kind == "loader":
-            of, source = node.args[0], self.source
-            self.findings.edit(
-                Edit(source, source.start(node), source.start(of), ""),
-                Edit(source, source.end(of), source.end(node), ".cycle()"),
-            )
+            self.findings.edit(*self.source.kept(node, node.args[0], after=".cycle()"))
         if name == "partial" and first.of in LOADERS:
             self.gap(node, "functools.partial of DataLoader; call DataLoader itself")
         if name not in NAMED["kept"] or not values or (name == "abs" and first.kind in NUMBERS):
@@ -372,8 +367,8 @@ class Library(Rewrites, Expressions):
             return Value(Kind.VIEWS if name_of(node) == "repeat_interleave" else Kind.ROWS)
         values = [*values, *self._uses(values, node)]
         is_statement = isinstance(self.source.parents.get(node), ast.Expr)
-        expressions = [value.value if isinstance(value, ast.Starred) else value for value in node.args]
-        expressions += [value.value for value in node.keywords]
+        given = values_given(node)
+        expressions = [value.value if isinstance(value, ast.Starred) else value for value in given]
         if is_statement or name_of(node) == "format":
             values = [*values, *map(self.shown, expressions)]
         if not any(value.is_shared for value in values):

@@ -5,11 +5,10 @@ CPU. samestep.loader would bring them to the device, so such a script gets `on_d
 """
 
 import ast
-import re
 from collections.abc import Iterable
 
 from samestep.convert.project import Findings
-from samestep.convert.source import Edit, Source
+from samestep.convert.source import Source
 
 _MOVES = {"to", "cuda"}
 _ANYWHERE = _MOVES | {"size", "shape", "dim", "ndim", "dtype", "keys", "items", "values"}
@@ -26,14 +25,7 @@ def leave_on_host(findings: Findings, sources: Iterable[Source]) -> None:
     if any(loop.moves for loop in loops) and any(loop.uses for loop in loops):
         for source, node in nodes:
             if isinstance(node, ast.Call) and source.replaced(node.func, "samestep.loader") in findings.edits:
-                findings.edit(_option(source, node))
-
-
-def _option(source: Source, node: ast.Call) -> Edit:
-    end = source.end(node) - 1
-    last = max(map(source.end, (*node.args, *(option.value for option in node.keywords))))
-    behind = re.sub(r"#.*", "", source.data[last:end].decode())
-    return Edit(source, end, end, "on_device=False" if "," in behind else ", on_device=False")
+                findings.edit(source.with_option(node, "on_device=False"))
 
 
 class _Moves(ast.NodeVisitor):

@@ -55,25 +55,21 @@ class Rewrites(Totals):
             return Value()
         state, path = by_name["obj"], source.text(by_name["f"])
         self.total(state)
-        start, end = source.start(state), source.end(state)
-        self.findings.edit(Edit(source, source.start(node), start, f"samestep.save({path}, "))
-        self.findings.edit(Edit(source, end, source.end(node) - 1, ""))
+        self.findings.edit(*source.kept(node, state, f"samestep.save({path}, ", ")"))
         return Value()
 
     def unwrapped(self, node: ast.Call, model: Value) -> Value:
-        source, inner = self.source, node.args[0]
-        self.findings.edit(Edit(source, source.start(node), source.start(inner), ""))
-        self.findings.edit(Edit(source, source.end(inner), source.end(node), ""))
+        self.findings.edit(*self.source.kept(node, node.args[0]))
         self.unwraps = True
         return model
 
     def shown_once(self, name: str, node: ast.Call) -> None:
         """Let only rank 0 draw a progress bar."""
-        source, is_set = self.source, any(option.arg in ("disable", None) for option in node.keywords)
-        if name in ("tqdm", "trange") and node.args and not is_set:
-            end = max(map(source.end, (*node.args, *(option.value for option in node.keywords))))
-            if not (isinstance(node.args[-1], ast.GeneratorExp) and end == source.end(node)):
-                self.findings.edit(Edit(source, end, end, ", disable=samestep.init().rank > 0"))
+        is_set = any(option.arg in ("disable", None) for option in node.keywords)
+        # the only argument may be a generator without parentheses of its own
+        has_room = bool(node.args) and self.source.end(node.args[-1]) < self.source.end(node)
+        if name in ("tqdm", "trange") and has_room and not is_set:
+            self.findings.edit(self.source.with_option(node, "disable=samestep.init().rank > 0"))
 
     def squeezed(self, node: ast.Call, value: Value, rows: ast.expr) -> None:
         """Keep the samples' dimension, which squeeze() would drop if a process has a single sample."""

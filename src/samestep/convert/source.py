@@ -69,6 +69,17 @@ class Source:
         start, end = self.start(node), self.end(node)
         return Edit(self, start, start, before), Edit(self, end, end, after)
 
+    def kept(self, node: ast.AST, inner: ast.AST, before: str = "", after: str = "") -> tuple[Edit, Edit]:
+        """Replace all of a node but this part of it."""
+        start, end = self.start(inner), self.end(inner)
+        return Edit(self, self.start(node), start, before), Edit(self, end, self.end(node), after)
+
+    def with_option(self, node: ast.Call, option: str) -> Edit:
+        """Add a keyword argument at the end of a call."""
+        end, given = self.end(node) - 1, values_given(node)
+        behind = self.data[max(map(self.end, given)) : end].decode() if given else ","
+        return Edit(self, end, end, option if "," in re.sub(r"#.*", "", behind) else f", {option}")
+
     def indent(self, node: ast.AST) -> str | None:
         """The indentation of a statement; None if it is not the first on its line."""
         indent = self.data[self._lines[node.lineno - 1] : self.start(node)].decode()  # type: ignore[attr-defined]
@@ -156,6 +167,11 @@ def takes_apart(around: ast.AST, name: str) -> bool:
             case ast.Subscript(value=value, slice=ast.Constant()) if ast.unparse(value) == name:
                 return True
     return False
+
+
+def values_given(node: ast.Call) -> list[ast.expr]:
+    """The arguments of a call, by position and by name."""
+    return [*node.args, *(option.value for option in node.keywords)]
 
 
 def name_of(node: ast.Call) -> str:
