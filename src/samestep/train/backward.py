@@ -189,20 +189,14 @@ class Hooks(Member):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._spine = group.the(Spine)
-        self._originals: list[tuple[type, str, Callable[..., Any]]] = []
         if group.world.size > 1:
             self._replace(torch.Tensor, "register_hook", self._on_tensor)
             self._replace(torch.Tensor, "retain_grad", self._retaining)
             self._replace(torch.nn.Module, "register_full_backward_hook", self._on_module)
 
-    def close(self) -> None:
-        while self._originals:
-            setattr(*self._originals.pop())
-
     def _replace(self, owner: type, name: str, registering: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
-        self._originals.append((owner, name, original))
-        setattr(owner, name, wraps(original)(registering(original)))
+        self.group.replace(owner, name, wraps(original)(registering(original)))
 
     def _factor(self, is_weighed_inside: bool) -> float:
         """What takes a gradient of the running backward to the serial script's."""

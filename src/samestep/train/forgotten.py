@@ -40,7 +40,7 @@ class Evaluations(Member, Subscriber):
         self._count = self._backwards = 0
         self._backwards_before = weakref.WeakKeyDictionary[Pass, int]()
         group.watch(lambda: self._count, self._unlike_counts)
-        self._barrier_of_torch, dist.barrier = dist.barrier, self._barrier
+        self._barrier_of_torch = group.replace(dist, "barrier", self._barrier)
 
     def pass_ends(self, ended: Pass) -> None:
         if ended.training and self._backwards > self._backwards_before.get(ended, -1):
@@ -86,7 +86,6 @@ class Evaluations(Member, Subscriber):
             self._backwards += 1
 
     def close(self) -> None:
-        dist.barrier = self._barrier_of_torch
         self._say_if_untotalled()
 
     def _say_if_untotalled(self) -> None:

@@ -44,10 +44,9 @@ class Optimizers(Member):
         group.the(Backward)
         # the norms of gradients before the script adds those of all ranks, while first steps are looked at
         self._before_sum: dict[str, list[tuple[torch.Tensor, float]]] | None = {}
-        self._all_reduce_of_torch, dist.all_reduce = dist.all_reduce, self._all_reduce
+        self._all_reduce_of_torch = group.replace(dist, "all_reduce", self._all_reduce)
 
     def close(self) -> None:
-        dist.all_reduce = self._all_reduce_of_torch
         for hook in self._hooks:
             hook.remove()
 

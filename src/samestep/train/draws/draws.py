@@ -74,7 +74,7 @@ class Draws(Member):
         self.active = self.watching.finds_draws = True
         if self._library is None:
             self.group.watch(self._digest, self._streams_differ)
-        self._of_host.stand_in()
+        self._of_host.stand_in(self.group)
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is meant
@@ -84,7 +84,6 @@ class Draws(Member):
     def close(self) -> None:
         if self._library is not None:
             self._library._destroy()  # type: ignore[no-untyped-call]
-            self._of_host.close()
             self.active = False
 
     def adopt_first(self) -> None:

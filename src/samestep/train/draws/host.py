@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from samestep.train.batch.parts import Part, of_permutation
+from samestep.train.group.group import Group
 from samestep.train.passes import Rows, Share
 from samestep.train.script.lines import scripts_frame
 from samestep.train.script.sizes import SIZE_AT, is_over_samples, is_written_out
@@ -70,7 +71,7 @@ class OneByOne:
 
 
 class DrawsOfHost:
-    """Replaces the modules' functions from `stand_in` to `close`."""
+    """Replaces the modules' functions from `stand_in` on."""
 
     def __init__(
         self,
@@ -81,22 +82,17 @@ class DrawsOfHost:
     ) -> None:
         """share: the batch at hand where it is shared, else None. part: this rank's part of a draw of this shape."""
         self._share, self._part, self._one_by_one, self._say_other = share, part, one_by_one, say_other
-        self._originals: list[tuple[ModuleType, str, Any]] = []
 
-    def stand_in(self) -> None:
+    def stand_in(self, group: Group) -> None:
         for name in SIZE_AT.keys() | _SIZES_ALONE.keys():
-            self._replace(np.random, name, self._sized)
+            self._replace(group, np.random, name, self._sized)
         for module, name in ((np.random, "permutation"), (np.random, "shuffle"), (random, "shuffle")):
-            self._replace(module, name, self._permuting)
+            self._replace(group, module, name, self._permuting)
         for name in set(random.__all__) - _NO_DRAWS - {"shuffle"}:
-            self._replace(random, name, self._several if name in ("sample", "choices") else self._single)
+            draw = self._several if name in ("sample", "choices") else self._single
+            self._replace(group, random, name, draw)
 
-    def close(self) -> None:
-        for module, name, original in self._originals:
-            setattr(module, name, original)
-        self._originals.clear()
-
-    def _replace(self, module: ModuleType, name: str, draw: Callable[..., Any]) -> None:
+    def _replace(self, group: Group, module: ModuleType, name: str, draw: Callable[..., Any]) -> None:
         original, named = getattr(module, name), f"{module.__name__}.{name}"
 
         @functools.wraps(original)
@@ -105,8 +101,7 @@ class DrawsOfHost:
                 return original(*args, **kwargs)
             return draw(named, original, share.rows, args, kwargs)
 
-        self._originals.append((module, name, original))
-        setattr(module, name, replaced)
+        group.replace(module, name, replaced)
 
     def _single(self, name: str, original: Any, rows: Rows, args: Any, kwargs: Mapping[str, Any]) -> Any:
         self._one_by_one.note(name)

@@ -70,6 +70,7 @@ class Group:
         self._marks: list[tuple[Callable[[], Any], Callable[[list[Any], str], None]]] = []
         self._variables = dict(variables)
         self._members: dict[type[Member], Member] = {}
+        self._replaced: list[tuple[Any, str, Any]] = []
         self._said: set[str] = set()
         self._watch = MutualWatch(self, tree) if tree and world.launcher != "samestep" else None
         self.leaving = Leaving(self, self._watch, output)
@@ -178,6 +179,13 @@ class Group:
             say(text)
         self._said.add(what or text)
 
+    def replace(self, owner: Any, name: str, replacement: Any) -> Any:
+        """Set an attribute, as a function of a module, until the group is closed; returns what it was."""
+        original = getattr(owner, name)
+        self._replaced.append((owner, name, original))
+        setattr(owner, name, replacement)
+        return original
+
     def set_variable(self, name: str, value: str) -> None:
         """Set a variable of the environment until the group is closed."""
         self._variables.setdefault(name, os.environ.get(name))
@@ -203,6 +211,8 @@ class Group:
                 say(str(error))
                 write_failure(os.environ, error.with_traceback(None), 1)
         self._members.clear()
+        while self._replaced:
+            setattr(*self._replaced.pop())
         if self._tree is not None:
             gc.collect()
             self.leaving.meet()

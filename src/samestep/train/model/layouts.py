@@ -33,13 +33,7 @@ class Padding(Member):
     def begin(self) -> None:
         if self._kernel is None and self.group.world.size > 1:
             # functions that the script has imported by name look the kernel up at each call
-            self._kernel = _VF._pad_packed_sequence
-            _VF._pad_packed_sequence = self._pad
-
-    def close(self) -> None:
-        if self._kernel is not None:
-            _VF._pad_packed_sequence = self._kernel
-            self._kernel = None
+            self._kernel = self.group.replace(_VF, "_pad_packed_sequence", self._pad)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pad(self, data: Any, batch_sizes: Any, batch_first: bool, value: float, length: int) -> Any:
