@@ -140,7 +140,7 @@ class Calls(Library):
         for part, value in zip(node.args if self.batches else (), arguments, strict=False):
             if value.kind == Kind.ALIKE:
                 self.carried.add(self.key(part))
-            elif self.key(part) in self.carried and {inner.kind for inner in value.parts or (value,)} <= ROWS:
+            elif self.key(part) in self.carried and {inner.kind for inner in value.opened} <= ROWS:
                 self.gap(node, f"`{ast.unparse(part)}` {_CARRIED}")
 
     def _in_mode(self, model: Value, node: ast.Call) -> Value:

@@ -142,7 +142,7 @@ class Library(Rewrites, Expressions):
         """The value of a call of a function or class outside the project."""
         values = [*map(self.value, values_given(node))]
         last, first = name.rpartition(".")[2], (*values, Value())[0]
-        if value := self._file_or_dict(name, node, values, first):
+        if value := self._file_or_dict(name, node, values):
             return value
         if name in LOADERS:
             return self.made_loader(node)
@@ -178,7 +178,7 @@ class Library(Rewrites, Expressions):
         self.opened[node] = self.opened.get(node, True) and self.may_total() and not is_cached
         return Value("file")
 
-    def _file_or_dict(self, name: str, node: ast.Call, values: Values, first: Value) -> Value | None:
+    def _file_or_dict(self, name: str, node: ast.Call, values: Values) -> Value | None:
         """The value of a call that opens a file or makes a dict; None for other calls."""
         last, keys = name.rpartition(".")[2], [keyword.arg for keyword in node.keywords]
         if name.startswith("tempfile."):

@@ -217,13 +217,10 @@ class Following:
         calls = tuple((call.lineno, call.col_offset) for frame in self.frames if (call := frame.call))
         return str(self.source.path), node.lineno, node.col_offset, calls  # type: ignore[attr-defined]
 
-    def span(self, node: ast.AST) -> Span:
-        return self.source.span(node)
-
     def seen_alike(self, node: ast.AST) -> None:
         """Note that an expression is equal on all ranks, if no part of it depends on a share."""
         if not any(self.known[part].is_shared for part in ast.walk(node) if part in self.known):
-            self.findings.alike.add(self.span(node))
+            self.findings.alike.add(self.source.span(node))
 
     def comes_together(self) -> None:
         """Note that all ranks must reach this statement: it calls or trains a model."""
@@ -242,8 +239,8 @@ class Following:
         loop.lends = loop.kind == "batches" and not self.is_quiet
         self.loops.append(loop)
         self.is_latest &= loop.kind != "batches"
-        if self.findings.over.setdefault(self.span(node), loop.kind) != loop.kind:
-            self.findings.mixed.add(self.span(node))
+        if self.findings.over.setdefault(self.source.span(node), loop.kind) != loop.kind:
+            self.findings.mixed.add(self.source.span(node))
         if loop.call is not None:
             self.passes.append(loop)
 

@@ -30,7 +30,7 @@ along       softmax log_softmax normalize cumsum cumprod cummax cummin logcumsum
 pair        max min topk sort median kthvalue mode std_mean
 number      item detach cpu cuda float double long int half to type numpy tolist clone data squeeze unsqueeze view
 number      reshape contiguous requires_grad_ scale backward tensor as_tensor stack
-between     cdist pdist cov corrcoef unique randperm
+between     cdist pdist randperm
 paired      linear inner outer tensordot
 moved       flip roll
 second      norm quantile nanquantile roll
@@ -179,7 +179,7 @@ def turns(name: str, dims: list[str]) -> bool:
 
 def of_einsum(equation: str, values: Values, batch: Loop | None) -> Value:
     terms, _, result = equation.replace(" ", "").partition("->")
-    opened = [part for value in values for part in value.parts or (value,)]
+    opened = [part for value in values for part in value.opened]
     rows = [term[:1] for term, value in zip(terms.split(","), opened, strict=False) if value.kind in ROWS]
     if len({*rows}) > 1:
         return Value(Kind.OTHER, PAIRS)
@@ -193,7 +193,7 @@ def counted(rows: Value, batch: Loop | None) -> Value:
 
 def _joined(name: str, tensors: Value, in_forward: int) -> Value:
     """The value of `cat`, or of `stack` with a new dimension before the samples'."""
-    kinds = [part.kind for part in tensors.parts or (tensors,)]
+    kinds = [part.kind for part in tensors.opened]
     if name == "stack" and {*kinds} <= {Kind.ROWS, Kind.BATCH}:
         return Value(Kind.STACKED)
     if name == "stack":
@@ -209,7 +209,7 @@ def _joined(name: str, tensors: Value, in_forward: int) -> Value:
 
 
 def _by_rows(name: str, shared: Values, in_forward: int) -> Value:
-    opened = [part for value in shared for part in value.parts or (value,)]
+    opened = [part for value in shared for part in value.opened]
     kinds = {part.kind for part in opened} - {Kind.ALIKE}
     if name in NAMED["numbered"] and kinds <= {Kind.COUNT, Kind.PART} and not in_forward:
         return Value(Kind.OTHER, NUMBERED)

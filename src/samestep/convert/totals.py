@@ -51,7 +51,7 @@ class Totals(Following):
             self.apply(value.edits)
             names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
             totals = [name for name in names if self.known.get(name, value).of == TOTAL]
-            self.findings.alike.update(map(self.span, totals))
+            self.findings.alike.update(map(self.source.span, totals))
         elif self.may_total():
             self.gap(
                 node,
@@ -109,7 +109,7 @@ class Totals(Following):
             if value.kind not in ROWS:
                 continue
             values = [*values[:index], self.total(node) if is_over else value, *values[index + 1 :]]
-            if self.findings.beside.setdefault(self.span(node), kind) != kind:
+            if self.findings.beside.setdefault(self.source.span(node), kind) != kind:
                 self.gap(node, ALSO_ALIKE)
         return values
 

@@ -70,6 +70,11 @@ class Value:
         return [self.of.element] if self.kind == "each" else []
 
     @property
+    def opened(self) -> "Values":
+        """Its parts, or the value itself where it has none."""
+        return self.parts or [self]
+
+    @property
     def is_shared(self) -> bool:
         """Whether it depends on this rank's share of a batch."""
         return self.kind in _SHARED or any(part.is_shared for part in self.parts)
@@ -121,7 +126,7 @@ class Sum:
 def other(reason: object, *values: Value, edits: tuple[ast.expr, ...] | None = None) -> Value:
     """A value of kind OTHER; the reason of one of its parts, if there is one, comes first."""
     ordered = sorted(values, key=lambda value: value.edits is not None)
-    opened = [part for value in ordered for part in value.parts or (value,)]
+    opened = [part for value in ordered for part in value.opened]
     reasons = [part.of for part in opened if part.is_shared and isinstance(part.of, str)]
     return Value(Kind.OTHER, str((*reasons, reason)[0]), edits=edits)
 

@@ -201,10 +201,7 @@ class Hooks(Member):
     def _factor(self, is_weighed_inside: bool) -> float:
         """What takes a gradient of the running backward to the serial script's."""
         # With loss="sum" the weight is applied inside of the model's call, and not where backward begins.
-        weights = self._spine.weights
-        if is_weighed_inside:
-            return 1.0 / float(self.group.world.size)
-        return float(weights.of_leaves / weights.of_loss) if weights.of_loss else 1.0
+        return 1.0 / self.group.world.size if is_weighed_inside else self._spine.weights.to_leaf
 
     def _on_tensor(self, register_hook: Callable[..., Any]) -> Callable[..., Any]:
         def registered(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:

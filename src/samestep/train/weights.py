@@ -23,6 +23,11 @@ class Weights:
         is_clear = models.weighs_losses and len(self.of_calls) == 1
         return next(iter(self.of_calls)) if is_clear else 1.0
 
+    @property
+    def to_leaf(self) -> float:
+        """The factor that takes a gradient of the running backward to the one that a leaf should have."""
+        return self.of_leaves / self.of_loss if self.of_loss else 1.0
+
     def of_mean(self, models: Models) -> float:
         """The weight of this rank's mean over the batch at hand in an average over ranks."""
         if (share := self._origins.trained) is None or models.adds():

@@ -281,7 +281,7 @@ class Draws(Member):
         if (packed := self.packed) is not None and shape[0] == packed.rows.mine:
             return packed
         line = name, tensor.dim(), line_of_draw()
-        self._watch(line, tensor, share)
+        self._watch(line, tensor)
         known = self._places.part(line, self.watching.in_model, shape, share)
         part = known or self._guessed(line, shape, share)
         # a loop over samples may call a model with all of them each time; the first batch shows it
@@ -292,7 +292,7 @@ class Draws(Member):
         self.say_other(name, "a generator of the script's own draws it; leave generator= out")
         return None
 
-    def _watch(self, line: Line, tensor: torch.Tensor, share: Share) -> None:
+    def _watch(self, line: Line, tensor: torch.Tensor) -> None:
         watching = self.watching
         if watching.places is None:
             if not self._places.has(line, watching.in_model):

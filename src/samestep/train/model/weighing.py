@@ -90,11 +90,7 @@ def _weigh_leaves(spine: Spine, tensor: torch.Tensor) -> torch.Tensor:
     """Weigh the gradient of a leaf that is no parameter, such as x.grad: a mean divides by the whole batch."""
 
     def counted(gradient: torch.Tensor) -> torch.Tensor:
-        return (
-            gradient * (spine.weights.of_leaves / spine.weights.of_loss)
-            if spine.weights.of_loss
-            else gradient
-        )
+        return gradient * spine.weights.to_leaf
 
     for leaf in leaves_before(tensor, _MOST_NODES) if tensor.requires_grad else ():
         if not isinstance(leaf, torch.nn.Parameter) and not hasattr(leaf, "_counts_by_share"):
