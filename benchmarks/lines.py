@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from peers import TORCHRUN, changed
+from peers import HERE_2, TORCHRUN, changed
 from report import BIN, Rows, keep
 
 from samestep.convert.convert import convert
@@ -25,8 +25,8 @@ from corpus import Ran, difference  # noqa: E402
 
 SYSTEMS = {
     "samestep": [str(BIN / "samestep"), "run", "--same", "-n", "2"],
-    "accelerate": TORCHRUN,
-    "fabric": TORCHRUN,
+    "accelerate": [*TORCHRUN, *HERE_2],
+    "fabric": [*TORCHRUN, *HERE_2],
 }
 
 

@@ -97,12 +97,12 @@ def test_a_last_column_of_numbers_is_not_broken_at_the_edge_of_a_terminal(monkey
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
 
 
-def on_a_terminal(columns: int, *words: str) -> str:
-    """What samestep writes to a terminal of that many columns."""
+def on_a_terminal(columns: int, *words: str, module: tuple[str, ...] = ("-m", "samestep")) -> str:
+    """What samestep, or Python without a module, writes to a terminal of that many columns."""
     end, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [sys.executable, "-m", "samestep", *words]
+    command = [sys.executable, *module, *words]
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=env)
     os.close(terminal)
     said = b""
@@ -131,3 +131,15 @@ def test_what_cannot_be_written_is_said_in_one_line(word, tmp_path):
         done = subprocess.run(words, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=50)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "(no space left on device)" in done.stderr.lower()
+
+
+def test_a_terminal_shows_a_line_with_the_time_and_ends_it_before_an_error() -> None:
+    code = (
+        "import time; from samestep.cli.output import progress, working\n"
+        "with working('reading'): time.sleep(0.3)\n"
+        "with progress(4) as report: report(2, 'half', ' done'); time.sleep(0.3); raise SystemExit('stopped')\n"
+    )
+    assert on_a_terminal(60, "-c", code, module=()) == (
+        "reading ... 0:00\x1b[K" * 2 + "\x1b[K" + f"half done [{'=' * 15:30}] 0:00\x1b[K" * 2 + "\nstopped\n"
+    )
+    assert f"{'=' * 15:30}" not in on_a_terminal(40, "-c", code, module=())

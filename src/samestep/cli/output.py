@@ -6,11 +6,13 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
+from threading import Event, Thread
 from typing import Any
 
 import click
@@ -24,6 +26,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _NUMBER = re.compile(r"[0-9.,:]*(e[+-][0-9]+)?( [kMG]B| %| m?s)?|-")
 _LAST_COLUMN = 10  # the least width of a table's last column
+_BAR = 30  # the width of a progress bar
 
 
 class _Help(click.HelpFormatter):
@@ -106,8 +109,8 @@ def _finite(value: object) -> object:
 
 @contextmanager
 def progress(total: int | None) -> Iterator[Callable[[int, str, str], None]]:
-    """A bar on a terminal, elsewhere a line for each new text: told how many are done of a total, if known."""
-    if not sys.stderr.isatty():
+    """A line on a terminal, elsewhere one for each new text: told how many are done of a total, if known."""
+    if not _is_live():
         said = set()
 
         def told(done: int, text: str, more: str) -> None:
@@ -117,26 +120,58 @@ def progress(total: int | None) -> Iterator[Callable[[int, str, str], None]]:
 
         yield told
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}{task.fields[more]}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        bar = bars.add_task("", total=total, more="")
-        yield lambda done, text, more: bars.update(bar, completed=done, description=text, more=more)
-        bars.update(bar, completed=total)
+    with _Line(total, end="\n") as line:
+        yield line.told
+        line.done = total or 0
 
 
 @contextmanager
 def working(task: str) -> Iterator[None]:
     """While entered, a terminal shows what is being done."""
-    if not sys.stderr.isatty():
+    if not _is_live():
         yield
         return
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"{task} ..."):
+    with _Line(None, end="\r\x1b[K") as line:
+        line.told(0, f"{task} ...", "")
         yield
+
+
+def _is_live() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class _Line:
+    """A terminal's last line, drawn again four times a second: a text, a bar if there is a total, and the time."""
+
+    def __init__(self, total: int | None, end: str) -> None:
+        self.done, self._text, self._total, self._end = 0, "", total, end
+        self._began, self._is_over = time.monotonic(), Event()
+        self._thread = Thread(target=self._redraw, daemon=True)
+
+    def __enter__(self) -> "_Line":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        click.echo(self._end, nl=False, err=True)
+
+    def told(self, done: int, text: str, more: str) -> None:
+        self.done, self._text = done, text + more
+
+    def _redraw(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._is_over.wait(0.25)
+            full = round(_BAR * min(1, self.done / self._total)) if self._total else 0
+            bar = f" [{'=' * full:{_BAR}}]" if self._total else ""
+            minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+            columns = room() - 1
+            text = f"{self._text}{bar} {minutes}:{seconds:02}"
+            click.echo(
+                f"\r{text if len(text) <= columns else self._text[:columns]}\x1b[K", nl=False, err=True
+            )
 
 
 def room(otherwise: int = 79) -> int:
