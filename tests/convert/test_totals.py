@@ -325,3 +325,9 @@ def test_the_size_of_a_numpy_array_of_predictions_is_summed():
     assert "samestep.sum(got.size)" in _after(
         f"import numpy as np\n{BEGIN}got = []\n{EVALUATE}        right += (out > 0).sum()\n{lines}"
     )
+
+
+def test_a_mean_that_is_put_beside_the_elements_of_a_dict_comprehension_is_listed():
+    lines = "    held = {name: loss.item() for name in names}\n    held['loss'] = loss.item()\n    kept.append(held)\n"
+    text = f"{BEGIN}kept, names = [], ['a', 'b']\nfor x, y in train:\n{STEP}{lines}print(kept)\n"
+    assert "`held` is made of this process's share of the batch" in str(_of(text).gaps)

@@ -33,8 +33,8 @@ class Names(Totals):
                     filled = self.rows_at(target, old, at)
                 holder.names[container] = replace(filled, since=old.since)
                 return
-            if old.kind in ("dict", Kind.BATCH):
-                known = old.of if old.kind == "dict" else {None: Value(Kind.ROWS)}
+            if old.kind in ("list", "dict", Kind.BATCH):
+                known = {None: Value(Kind.ROWS)} if old.kind == Kind.BATCH else old.of
                 holder.names[container] = Value("dict", {**known, target.slice.value: value}, since=old.since)
         for known in [known for known in scope.names if known.startswith((f"{name}.", f"{name}["))]:
             del scope.names[known]

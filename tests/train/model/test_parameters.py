@@ -1,6 +1,8 @@
 """Parameters that a script freezes, unfreezes or adds while it trains are trained as in the serial script."""
 
 import copy
+from contextlib import redirect_stderr
+from io import StringIO
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import samestep
 from samestep import RanksDiffer, UsageError
+from samestep.train.group.world import joined
 
 
 def made():
@@ -107,3 +110,25 @@ def test_parameters_that_ranks_add_unlike_are_named(world):
 def test_lazy_parameters_are_refused_in_a_sentence(world):
     with pytest.raises(UsageError, match="lazy parameters, which have no shape yet; call the model with one"):
         samestep.replicate(nn.LazyLinear(3))
+
+
+class Codebook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.code, self.layer = nn.Parameter(torch.zeros(3).double()), nn.Linear(3, 3).double()
+
+    def forward(self, x):
+        self.code = nn.Parameter(0.9 * self.code + 0.1 * x.sum(0))
+        return self.layer(x - self.code.detach())
+
+
+def test_a_parameter_that_forward_replaces_is_named_where_each_step_takes_a_new_iterator(world):
+    model, data = samestep.replicate(Codebook()), TensorDataset(torch.rand(6, 3).double())
+    joined()._said.clear()
+    with redirect_stderr(StringIO()) as said:
+        for _ in range(3):
+            (x,) = next(iter(samestep.loader(data, 6)))
+            model(x).square().mean().backward()
+    assert said.getvalue().count("the parameter code of Codebook was replaced") == (
+        world.rank == 0 < world.size - 1
+    )

@@ -112,6 +112,13 @@ class Replica:
         self._unwrap()
         self._wrap()
 
+    def replaced(self) -> dict[str, torch.Tensor]:
+        """The parameters that the script has replaced since the model was wrapped, by name."""
+        now = list(self.model.named_parameters()) if self.ddp is not None else []
+        old = list(map(id, self._parameters)) if now else []
+        pairs = zip(now, old, strict=True) if len(now) == len(old) else ()
+        return {name: weight for (name, weight), before in pairs if id(weight) != before}
+
     @property
     def has_trained(self) -> bool:
         return self._called_at >= 0

@@ -123,6 +123,15 @@ class Replicas(Member, Models):
         if not begun.training:
             return
         for replica in self:
+            if replica.has_trained and (replaced := replica.replaced()):
+                ranks = self.group.all_gather("samestep.replicate's parameters", sums_of(replaced.values()))
+                if differing := first_unlike(replaced, ranks):
+                    self.group.say(
+                        f"the parameter {differing[0]} of {type(replica.model).__name__} was replaced by one that each "
+                        "rank computed of its own share, or drew, and only rank 0's is kept; take samestep.mean(...) "
+                        "of what it is computed from",
+                        what="a parameter",
+                    )
             replica.follow_parameters()
         if not begun.microbatches:
             return
