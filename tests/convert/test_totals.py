@@ -331,3 +331,13 @@ def test_a_mean_that_is_put_beside_the_elements_of_a_dict_comprehension_is_liste
     lines = "    held = {name: loss.item() for name in names}\n    held['loss'] = loss.item()\n    kept.append(held)\n"
     text = f"{BEGIN}kept, names = [], ['a', 'b']\nfor x, y in train:\n{STEP}{lines}print(kept)\n"
     assert "`held` is made of this process's share of the batch" in str(_of(text).gaps)
+
+
+@pytest.mark.parametrize(
+    "line", ["f'{tot} {r.sum()}'", "'%f %f' % (tot, r.sum())", "'{} {b}'.format(tot, b=r.sum())"]
+)
+def test_a_number_is_totalled_in_a_text_that_also_shows_what_has_no_total(line):
+    lines = "    r = torch.zeros(9)\n    r[model(x).argmax(1)] = y.float()\n    tot += loss.item()\n"
+    text = f"{BEGIN}tot = 0\nfor x, y in train:\n{STEP}{lines}print({line})\n"
+    assert "samestep.sum(tot)" in _after(text)
+    assert "`r` is filled by this process's samples" in str(_of(text).gaps)

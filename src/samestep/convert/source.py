@@ -199,3 +199,15 @@ def makes_list(node: ast.expr) -> bool:
     """Whether an expression makes a list, so that adding it extends one."""
     called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     return isinstance(node, ast.ListComp) or called == "list" or called.endswith(".tolist")
+
+
+def shown_in(node: ast.expr) -> list[ast.expr]:
+    """The expressions that a text shows: an f-string, `"%d" % (a, b)` or `"{}".format(a)`."""
+    match node:
+        case ast.JoinedStr():
+            return [part.value for part in node.values if isinstance(part, ast.FormattedValue)]
+        case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod(), right=right):
+            return right.elts if isinstance(right, ast.Tuple) else []
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str()), attr="format")):
+            return [*node.args, *(given.value for given in node.keywords)]
+    return []

@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.convert.project import Following, Frame, Scope
 from samestep.convert.signatures import DIVIDES, NAMED, STACKS
-from samestep.convert.source import Edit, Source, is_flattened, makes_list, name_of, parts_of
+from samestep.convert.source import Edit, Source, is_flattened, makes_list, name_of, parts_of, shown_in
 from samestep.convert.values import NUMBERS, ROWS, TURNED, Kind, Loop, Sum, Value, Values, combined, join
 
 MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.average")
@@ -43,7 +43,11 @@ class Totals(Following):
         if not value.is_shared:
             self.seen_alike(node)
             return value
-        if value.edits is None:
+        if value.edits is None and (texts := shown_in(node)):
+            for text_part in texts:  # one without a total leaves the others theirs
+                if self.text_of(self.value(text_part)).is_shared:
+                    self.total(text_part)
+        elif value.edits is None:
             reason = value.of if isinstance(value.of, str) else MADE_OF_SHARE
             part, source = self.cause(node, reason, self.source)
             self.findings.gap(source, part, f"`{ast.unparse(part)}` {reason}")
