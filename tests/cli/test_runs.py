@@ -155,6 +155,27 @@ def test_a_run_is_followed_watched_and_stopped_by_files_alone(tmp_path):
     assert "stopped at a checkpoint" in samestep(tmp_path, "status").stdout
 
 
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_run_of_another_user_is_named_where_it_cannot_be_stopped(tmp_path):
+    run = tmp_path / "runs" / "1127-0600"
+    run.mkdir(parents=True)
+    record = {
+        "argv": ["python", "train.py"],
+        "size": 1,
+        "host": "elsewhere",
+        "pid": 1,
+        "started": time.time(),
+    }
+    (run / "run.json").write_text(json.dumps(record))
+    for path in (tmp_path, run.parent, run):
+        path.chmod(0o755)
+    stop = "import os; from samestep.cli.stop import command; os.seteuid(65534); command.main(['runs/1127-0600'])"
+    done = subprocess.run([sys.executable, "-c", stop], cwd=tmp_path, capture_output=True, text=True)
+    said = "runs/1127-0600 cannot be written (permission denied); stop the run as the user who started it"
+    assert (done.returncode, done.stderr) == (2, f"samestep stop: {said}\n")
+
+
 def test_a_run_whose_launcher_was_killed_is_not_taken_for_running(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     words = [sys.executable, "-m", "samestep", "run", "-n", "1", "train.py", "1000", "0"]

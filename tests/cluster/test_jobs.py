@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from fournodes import NODES, Cluster
 
+from samestep.rundir import failure_path, pulse_path, read_pulse
+
 pytestmark = pytest.mark.slurm
 
 _NASTY = (
@@ -241,6 +243,15 @@ def test_a_job_that_was_cancelled_after_a_commit_is_not_listed_as_done(
 def test_a_job_that_was_cancelled_is_listed_as_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     job, run = _listed_after_scancel(cluster, tmp_path, _ENDS, "rank-0")
     assert (run["run"].rpartition("/")[2], run["state"]) == (f"train_{job}", "cancelled")
+    # of a rank that srun's daemon has killed and waited for, only a guess can be recorded
+    pulse = read_pulse(pulse_path(tmp_path / run["run"], 0))
+    assert pulse is not None
+    guess = {"exception": "killed by SIGKILL, most likely: its process ended", "code": 137, "pid": pulse.pid}
+    guess |= {"group": "", "cause": "", "frames": []}
+    failure_path(tmp_path / run["run"], 0).write_text(json.dumps(guess))
+    samestep = str(Path(sys.executable).with_name("samestep"))
+    [run] = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"]
+    assert (run["state"], run["failure"]) == ("cancelled", None)
 
 
 @pytest.mark.parametrize(

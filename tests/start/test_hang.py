@@ -292,7 +292,7 @@ UNFINISHED = {
     "ends": (
         "join()\ntotal()\nthread.start()",
         "the run has waited 10.* s for the end of rank 1, which has come to the end of the script, and "
-        "waits for its thread that is no daemon",
+        "waits for a thread that is no daemon",
     ),
     "works": (
         "join()\ntotal()\nthreading.Thread(target=lambda: time.sleep(99)).start()",

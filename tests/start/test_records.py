@@ -73,10 +73,14 @@ def test_the_line_of_an_os_exit_is_told_also_where_its_code_is_0(launcher):
     assert err.splitlines()[-4:-2] == ["    samestep.sum(1)", said]
 
 
-def test_a_runs_directory_that_the_script_removed_is_said_to_be_and_no_log_in_it_is_named(launcher):
-    launcher.write("""
+@pytest.mark.parametrize("made_again", ["", "os.mkdir(os.environ['SAMESTEP_RUN'])"])
+def test_a_runs_directory_that_the_script_removed_is_said_to_be_and_no_log_in_it_is_named(
+    launcher, made_again
+):
+    launcher.write(f"""
         import os, shutil
         shutil.rmtree(os.environ["SAMESTEP_RUN"])
+        {made_again}
         raise ValueError("mine")
     """)
     code, _, err = launcher.run("-n", "1", "train.py")

@@ -4,6 +4,8 @@ import os
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from samestep.start import supervise
 from samestep.start.supervise import WorkerGroup
 from samestep.start.worker import Guardian, WorkerSpec, start_process
@@ -30,3 +32,17 @@ def test_a_rank_that_the_kernel_does_not_end_keeps_no_run_from_its_end(monkeypat
         time.sleep(0.01)
     for opened in (left.stdout, left.stderr, os.fdopen(group.workers[1].pidfd)):
         opened.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_a_rank_waits_for_at_its_end_is_told(launcher):
+    launcher.write(
+        """
+        import multiprocessing, time, samestep
+        samestep.init()
+        multiprocessing.Process(target=time.sleep, args=(15,)).start()
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "--fork", "train.py")
+    said = "ranks 0, 1, which have come to the end of the script, and wait for a process of multiprocessing"
+    assert (code, said in err) == (0, True), err

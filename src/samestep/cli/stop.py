@@ -10,6 +10,7 @@ from samestep.errors import UsageError
 from samestep.files import open_directory
 from samestep.measure.runs import find_run
 from samestep.rundir import STOP
+from samestep.text import reason_of
 
 
 @verb("samestep stop")
@@ -29,8 +30,13 @@ def command(run: str | None) -> None:
     if chosen_run.is_over:
         raise UsageError(f"{path} has ended ({chosen_run.state}), so there is nothing to stop")
     # in its directory, not where a link leads
-    with open_directory(chosen_run.path) as dir_fd, suppress(FileExistsError):
-        os.close(os.open(STOP, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))
+    try:
+        with open_directory(chosen_run.path) as dir_fd, suppress(FileExistsError):
+            os.close(os.open(STOP, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written ({reason_of(error)}); stop the run as the user who started it"
+        ) from None
     click.echo(
         f"{path} was asked to stop: its samestep.Checkpoint commits and ends it, and a script without one goes on; "
         "`samestep status` says when it has ended"

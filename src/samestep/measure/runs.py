@@ -30,6 +30,8 @@ _MOST_CHARACTERS = 2000
 _ENDS = {0: "done", rundir.CHECKPOINTED: "stopped at a checkpoint", 124: "out of time", 130: "interrupted"}
 _ENDS |= {128 + number: f"stopped by {number.name}" for number in (signal.SIGTERM, signal.SIGHUP)}
 _JOB_ENDS = {"completed": "done", "timeout": "out of time", "node fail": "lost a node"}
+_BY_SLURM = ("cancelled", "preempted", "out of time", "lost a node")  # where Slurm has killed the ranks
+_GUESSED = "killed by SIGKILL, most likely"  # what is recorded of a rank whose end nobody saw
 
 
 class End(NamedTuple):
@@ -132,6 +134,8 @@ class Run:
         step_s, failure = self.progress.step_s or None, self.ended and self.ended.failure
         if self.is_over and not failure and (self.ended is None or self.ended.code):
             failure = self.recorded[1] or None
+        if self.ended is None and self.state in _BY_SLURM and failure and _GUESSED in failure:
+            failure = None
         return {
             "run": str(self.path),
             "state": self.state,

@@ -35,7 +35,7 @@ def ending(
 ) -> str | None:
     """The last lines of a run; None if it succeeded."""
     logs = f"Logs: {typed(run)}/logs/rank-{_numbers(workers)}.log"
-    logs = logs if run.is_dir() else f"{typed(run)} was removed, and the logs in it."
+    logs = logs if (run / "logs").is_dir() else f"{typed(run)} was removed, and the logs in it."
     if outcome.cause is None:
         after = f"after {duration(seconds)}"
         if outcome.status == CHECKPOINTED:
