@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from samestep.verify.verify import Report
 
 _SIZES = (1, 2, 3)
-_MORE_RUNS = 20  # rarely more
 _HEADING = ("processes", "steps", "samples", "last loss", "first difference", "size")
 
 
@@ -115,7 +114,7 @@ def _show_differing(report: "Report") -> None:
         click.echo(f"\n{report.worst.run.failure}", err=True)
         found = "to tell which line of the script is the cause"
     click.echo(
-        f"\nsamestep verify: {found}, up to {_MORE_RUNS} more runs follow, of about {duration(seconds)} each; Ctrl-C "
+        f"\nsamestep verify: {found}, mostly 4 to 12 more runs follow, of about {duration(seconds)} each; Ctrl-C "
         "prints what is known by then, --no-causes leaves them out",
         err=True,
     )
