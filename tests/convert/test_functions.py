@@ -255,3 +255,36 @@ def test_a_loop_is_no_evaluation_where_only_a_part_of_the_model_is_in_eval_mode(
     for evaluated, is_shared in ("model.norm", False), ("model", True):
         lines = f"{net}model.train()\nmodel.norm.eval()\n{TRAIN}{STEP}{evaluated}.eval()\n{counted}"
         assert ("samestep.sum(right)" in _after(lines)) == is_shared
+
+
+LAYERS = """\
+def drop_path(x, rate):
+    shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+    return x.div(1 - rate) * (1 - rate + torch.rand(shape)).floor_()
+class Alone(nn.Module):
+    def forward(self, x):
+        return x + drop_path(x, 0.1)
+class Together(nn.Module):
+    def forward(self, x):
+        return x - x.mean()
+"""
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "nn.Sequential(nn.Linear(4, 3), {}())",
+        "nn.Sequential(*[nn.Linear(4, 3), nn.Sequential({}())])",
+        "Net({})",
+    ],
+)
+def test_layers_in_a_sequential_or_a_list_are_followed(layers):
+    net = (
+        "class Net(nn.Module):\n    def __init__(self, kind):\n        super().__init__()\n"
+        "        self.head, self.norms = nn.Linear(4, 3), nn.ModuleList([kind() for _ in range(2)])\n"
+        "    def forward(self, x):\n        x = self.head(x)\n        for norm in self.norms:\n"
+        "            x = norm(x)\n        return x\n"
+    )
+    for kind, num_gaps in ("Alone", 0), ("Together", 1):
+        begin = BEGIN.replace("model = nn.Linear(4, 3)", f"{LAYERS}{net}model = {layers.format(kind)}")
+        assert len(_of(f"{begin}for x, y in train:\n{STEP}").gaps) == num_gaps, kind

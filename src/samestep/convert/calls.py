@@ -123,7 +123,8 @@ class Calls(Library):
             shared = [argument for argument in (*arguments, *named.values()) if argument.is_shared]
             if any(argument.kind == Kind.OTHER for argument in shared):
                 return other("is computed from values of this rank's share", *shared)
-            return rows_of({argument.kind for argument in shared}) if shared else Value()
+            result = rows_of({argument.kind for argument in shared}) if shared else Value()
+            return self._through_layers(callee, node, arguments, result)
         # a loss written as a Module without weights gets values of the loop, as a function does
         has_weights = forward is not None and any(map(self.is_model, callee.of.scope.names.values()))
         self.in_forward += has_weights
@@ -134,6 +135,16 @@ class Calls(Library):
             reason = f"forward returns a {class_.node.name}, in which replicate sees no tensors"
             self.gap(node, f"{reason}; make it a dataclass")
         return value
+
+    def _through_layers(self, model: Value, node: ast.Call, given: Values, result: Value) -> Value:
+        """What a model of torch makes of its inputs: another value than `result` where a layer is of the project."""
+        is_sequential, layers = self.layers.get(key_of(model), (False, []))
+        self.in_forward += 1
+        for layer in layers:
+            made = self._call_of_object(layer, node, given, {})
+            given, result = ([made], made) if is_sequential else (given, made)
+        self.in_forward -= 1
+        return result
 
     def _carried(self, node: ast.Call, arguments: Values) -> None:
         """Note an argument that is made before the loop, and is of this rank's samples from the second batch on."""

@@ -217,10 +217,10 @@ class Expressions(Names):
             right = self.shown(node.right)
         if isinstance(node.left, ast.List) and right.kind == Kind.COUNT:
             return Value(Kind.ROWS)  # [length] * len(x)
-        if isinstance(node.op, ast.Mult) and left.kind == "list" and right.kind == Kind.ALIKE:
-            return Value("list", {None: join(*left.parts)}, models_of(left))  # [x] * 4
-        is_shared = left.is_shared or right.is_shared
-        result = combined(node.op, left, right) if is_shared else Value()
+        if left.kind == "list" and right.kind == Kind.ALIKE:  # [x] * 4, (len(x),) + (1,) * 3
+            kept = {None: join(*left.parts)} if isinstance(node.op, ast.Mult) else {None: Value()} | left.of
+            return Value("list", kept, models_of(left))
+        result = combined(node.op, left, right) if left.is_shared or right.is_shared else Value()
         result = self._pairs({left.kind, right.kind}) or result
         return replace(result, models=models_of(left, right))
 

@@ -209,6 +209,8 @@ class Library(Rewrites, Expressions):
         if last == "update_bn":  # calls the model in train mode
             self.called_to_train |= {key_of(value) for value in values if self.is_model(value)}
         if is_class or name.startswith(_MODELS) or last == "from_pretrained":
+            layers = [part for value in values for part in value.opened if self.is_model(part)]
+            self.layers[self.key(node)] = (last == "Sequential", layers)
             return Value("model", self.key(node), models_of(*values))
         return self.opaque(node, values)
 

@@ -182,6 +182,8 @@ class Following:
         self.evaluated: set[Any] = set()  # models whose latest mode is eval()
         self.called_to_train: set[Any] = set()
         self.made: dict[Any, Instance] = {}  # by key
+        # the layers in a model of torch, by its key, and whether it calls one after another
+        self.layers: dict[Any, tuple[bool, list[Value]]] = {}
         self.copies: dict[Any, tuple[Source, ast.Call]] = {}  # of models, by key
         self.carried: set[Any] = set()  # arguments of models that were equal on all ranks, by key
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
