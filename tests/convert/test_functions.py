@@ -288,3 +288,11 @@ def test_layers_in_a_sequential_or_a_list_are_followed(layers):
     for kind, num_gaps in ("Alone", 0), ("Together", 1):
         begin = BEGIN.replace("model = nn.Linear(4, 3)", f"{LAYERS}{net}model = {layers.format(kind)}")
         assert len(_of(f"{begin}for x, y in train:\n{STEP}").gaps) == num_gaps, kind
+
+
+@pytest.mark.parametrize(
+    "moved", ["tuple(part.to('cpu') for part in batch)", "[part.to('cpu') for part in batch]"]
+)
+def test_a_part_of_a_batch_whose_parts_were_moved_one_by_one_has_all_its_samples(moved):
+    step = STEP.replace("model(x), y", "model(batch[0]), batch[1]")
+    assert not _of(f"{BEGIN}for batch in train:\n    batch = {moved}\n{step}").gaps

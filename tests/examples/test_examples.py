@@ -166,7 +166,7 @@ def test_a_dry_run_of_the_digits_takes_one_step_too(
 def test_all_of_ucis_digits_to_test_on_are_one_batch(nest: Nest, tmp_path: Path, tiny: ModuleType) -> None:
     tiny.write_digits(tmp_path, 1797)
     source = f"import runpy; print(len(runpy.run_path({str(EXAMPLES / 'digits.py')!r})['test']))"
-    (tmp_path / "count.py").write_text(f"import sys\nsys.path.append({str(EXAMPLES)!r})\n{source}\n")
+    (tmp_path / "count.py").write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{source}\n")
     printed = run_forked(nest, tmp_path, 0, tmp_path / "count.py", "--data-dir", tmp_path, "--dry-run")
     assert printed.splitlines()[-1] == "1"
 

@@ -315,7 +315,7 @@ class Expressions(Names):
         scope, loops = self.frame.scope, len(self.loops)
         self.frame.scope = Scope(scope)
         for part in node.generators:
-            loop_over = self.each(self.over(part.iter))
+            loop_over = self.each(over := self.over(part.iter))
             self.bind(part.target, (*loop_over.objects, loop_over.element)[0])
             tests = [self.value(test).is_shared for test in part.ifs]
             self.enter(replace(loop_over, kind="rows" if any(tests) else loop_over.kind), node)
@@ -334,7 +334,7 @@ class Expressions(Names):
             value = Value(Kind.OTHER, value.of) if isinstance(value.of, str) else Value(Kind.ROWS)
         del self.loops[loops:]
         self.frame.scope = scope
-        if value.kind == Kind.ROWS and isinstance(node, ast.DictComp):
+        if value.kind == Kind.ROWS and (isinstance(node, ast.DictComp) or over.kind == Kind.BATCH):
             return Value(Kind.BATCH)
         is_element = value.kind in (Kind.ALIKE, "loader", "model", Kind.ROWS) and not are_rows
         # not the parts of a batch, but the batch again and again
