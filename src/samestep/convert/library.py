@@ -244,6 +244,13 @@ class Library(Rewrites, Expressions):
             return rule(node, values, first)
         if name in NAMED["fact"] or name == "type":
             return Value()
+        if (
+            name == "map"
+            and first.kind == "function"
+            and [value.kind for value in values[1:]] == [Kind.BATCH]
+        ):
+            made = self.run(first.of, [Value(Kind.ROWS)], {}, None)
+            return Value(Kind.BATCH) if made.kind == Kind.ROWS else Value("list", {None: made})
         if name == "map" and first.kind == "function" and len(values) == 2 and values[1].kind == "list":
             parts = {key: self.run(first.of, [part], {}, None) for key, part in values[1].of.items()}
             return Value("list", parts)
