@@ -6,6 +6,7 @@ import importlib
 import os
 import platform
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -267,6 +268,8 @@ def _note_end_of_script() -> None:
 def _leave(pid: int) -> None:
     if os.getpid() != pid:
         return
+    if "triton._C.libtriton" in sys.modules:
+        gc.unfreeze()  # from torch 2.15 on, Triton complains of what was not collected at the end
     if _group is not None:
         _group.leaving.at_exit()
     elif dist.is_initialized():
