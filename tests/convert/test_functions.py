@@ -291,7 +291,12 @@ def test_layers_in_a_sequential_or_a_list_are_followed(layers):
 
 
 @pytest.mark.parametrize(
-    "moved", ["tuple(part.to('cpu') for part in batch)", "[part.to('cpu') for part in batch]"]
+    "moved",
+    [
+        "tuple(part.to('cpu') for part in batch)",
+        "[part.to('cpu') for part in batch]",
+        "list(map(lambda part: part.to('cpu'), batch))",
+    ],
 )
 def test_a_part_of_a_batch_whose_parts_were_moved_one_by_one_has_all_its_samples(moved):
     step = STEP.replace("model(x), y", "model(batch[0]), batch[1]")

@@ -169,9 +169,8 @@ class _Line:
             minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
             columns = room() - 1
             text = f"{self._text}{bar} {minutes}:{seconds:02}"
-            click.echo(
-                f"\r{text if len(text) <= columns else self._text[:columns]}\x1b[K", nl=False, err=True
-            )
+            shown = text if len(text) <= columns else self._text[:columns]
+            click.echo(f"\r{shown}\x1b[K", nl=False, err=True)
 
 
 def room(otherwise: int = 79) -> int:

@@ -124,7 +124,7 @@ class Calls(Library):
             if any(argument.kind == Kind.OTHER for argument in shared):
                 return other("is computed from values of this rank's share", *shared)
             result = rows_of({argument.kind for argument in shared}) if shared else Value()
-            return self._through_layers(callee, node, arguments, result)
+            return result if is_method else self._through_layers(callee, node, arguments, result)
         # a loss written as a Module without weights gets values of the loop, as a function does
         has_weights = forward is not None and any(map(self.is_model, callee.of.scope.names.values()))
         self.in_forward += has_weights

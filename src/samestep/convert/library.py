@@ -244,16 +244,11 @@ class Library(Rewrites, Expressions):
             return rule(node, values, first)
         if name in NAMED["fact"] or name == "type":
             return Value()
-        if (
-            name == "map"
-            and first.kind == "function"
-            and [value.kind for value in values[1:]] == [Kind.BATCH]
-        ):
-            made = self.run(first.of, [Value(Kind.ROWS)], {}, None)
-            return Value(Kind.BATCH) if made.kind == Kind.ROWS else Value("list", {None: made})
-        if name == "map" and first.kind == "function" and len(values) == 2 and values[1].kind == "list":
-            parts = {key: self.run(first.of, [part], {}, None) for key, part in values[1].of.items()}
-            return Value("list", parts)
+        given = values[1] if len(values) == 2 else Value()
+        if name == "map" and first.kind == "function" and given.kind in ("list", Kind.BATCH):
+            made = {key: self.run(first.of, [part], {}, None) for key, part in given.by_key.items()}
+            is_batch = given.kind == Kind.BATCH and made[None].kind == Kind.ROWS
+            return Value(Kind.BATCH) if is_batch else Value("list", made)
         if name in ("chain", "filter", "map"):
             return join(*values)
         if name == "cycle" and first.kind == "loader":

@@ -34,8 +34,8 @@ class Names(Totals):
                 holder.names[container] = replace(filled, since=old.since)
                 return
             if old.kind in ("list", "dict", Kind.BATCH):
-                known = {None: Value(Kind.ROWS)} if old.kind == Kind.BATCH else old.of
-                holder.names[container] = Value("dict", {**known, target.slice.value: value}, since=old.since)
+                filled_in = {**old.by_key, target.slice.value: value}
+                holder.names[container] = Value("dict", filled_in, since=old.since)
         for known in [known for known in scope.names if known.startswith((f"{name}.", f"{name}["))]:
             del scope.names[known]
         if value.kind == Kind.ROWS and self.batches and name != "_":

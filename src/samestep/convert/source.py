@@ -209,5 +209,5 @@ def shown_in(node: ast.expr) -> list[ast.expr]:
         case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod(), right=right):
             return right.elts if isinstance(right, ast.Tuple) else []
         case ast.Call(func=ast.Attribute(value=ast.Constant(value=str()), attr="format")):
-            return [*node.args, *(given.value for given in node.keywords)]
+            return values_given(node)
     return []

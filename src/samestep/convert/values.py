@@ -70,6 +70,11 @@ class Value:
         return [self.of.element] if self.kind == "each" else []
 
     @property
+    def by_key(self) -> "dict[Any, Value]":
+        """The elements of a list, a dict or a batch; None is the key of elements whose keys are not known."""
+        return {None: Value(Kind.ROWS)} if self.kind == Kind.BATCH else self.of
+
+    @property
     def opened(self) -> "Values":
         """Its parts, or the value itself where it has none."""
         return self.parts or [self]

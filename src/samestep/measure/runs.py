@@ -31,7 +31,7 @@ _ENDS = {0: "done", rundir.CHECKPOINTED: "stopped at a checkpoint", 124: "out of
 _ENDS |= {128 + number: f"stopped by {number.name}" for number in (signal.SIGTERM, signal.SIGHUP)}
 _JOB_ENDS = {"completed": "done", "timeout": "out of time", "node fail": "lost a node"}
 _BY_SLURM = ("cancelled", "preempted", "out of time", "lost a node")  # where Slurm has killed the ranks
-_GUESSED = "killed by SIGKILL, most likely"  # what is recorded of a rank whose end nobody saw
+_GUESSED = "killed by SIGKILL, most likely"  # what tee.py records of a rank whose end nobody saw
 
 
 class End(NamedTuple):

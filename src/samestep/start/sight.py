@@ -19,7 +19,7 @@ _ANSWER_S = 1.0  # for a process to write its stacks
 _POLL_S = 0.01
 _LOADING = "/torch/utils/data/dataloader.py"
 _WORKS, _FETCHES = "/torch/utils/data/_utils/worker.py", "/torch/utils/data/_utils/fetch.py"
-_PROCESSES, _NO_DAEMON = "/multiprocessing/", "a thread that is no daemon"
+_PROCESSES = "/multiprocessing/"
 _MOST_BYTES = 1 << 20
 _MOST_FRAMES = 100  # faulthandler writes at most so many frames of a thread
 _OUTERMOST = ("<module>", "_bootstrap")  # of the main thread while it is in the script, and of other threads
@@ -52,7 +52,8 @@ def look_at(pid: int, stacks: int | None, thread: int = 0) -> Sight:
         if stack and stack[0].name == "_shutdown":  # where Python waits for threads
             threads = (users_frame(stack_in(part)) for part in dump.split("\n\n"))
             of_thread = next(filter(None, threads), None)
-            at = f", and waits for {f'its thread, which {of_thread.doing}' if of_thread else _NO_DAEMON}"
+            thread_is = f"its thread, which {of_thread.doing}" if of_thread else "a thread that is no daemon"
+            at = f", and waits for {thread_is}"
         elif any(outer.name == "_exit_function" and _PROCESSES in outer.file for outer in stack):
             at = ", and waits for a process of multiprocessing"
         return Sight(f"has come to the end of the script{at}", frame, has_left=True)

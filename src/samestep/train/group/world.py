@@ -268,13 +268,13 @@ def _note_end_of_script() -> None:
 def _leave(pid: int) -> None:
     if os.getpid() != pid:
         return
-    if "triton._C.libtriton" in sys.modules:
-        gc.unfreeze()  # from torch 2.15 on, Triton complains of what was not collected at the end
     if _group is not None:
         _group.leaving.at_exit()
     elif dist.is_initialized():
         with suppress(RuntimeError):
             dist.destroy_process_group()
+    if "triton._C.libtriton" in sys.modules:
+        gc.unfreeze()  # from torch 2.15 on, Triton complains of what Python does not collect at its end
 
 
 @contextmanager

@@ -114,10 +114,11 @@ class Replica:
 
     def replaced(self) -> dict[str, torch.Tensor]:
         """The parameters that the script has replaced since the model was wrapped, by name."""
-        now = list(self.model.named_parameters()) if self.ddp is not None else []
-        old = list(map(id, self._parameters)) if now else []
-        pairs = zip(now, old, strict=True) if len(now) == len(old) else ()
-        return {name: weight for (name, weight), before in pairs if id(weight) != before}
+        now = dict(self.model.named_parameters()) if self.ddp is not None else {}
+        if not now or len(now) != len(self._parameters):
+            return {}
+        pairs = zip(now.items(), self._parameters, strict=True)
+        return {name: weight for (name, weight), before in pairs if weight is not before}
 
     @property
     def has_trained(self) -> bool:
