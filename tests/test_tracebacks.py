@@ -341,6 +341,24 @@ Thread 0x00007f378adf5b80 (most recent call first):
     assert remedy.startswith("two ranks brought unlike data to one exchange")
 
 
+IGNORED = """
+import sys
+class Held:
+    def __del__(self):
+        sys.nothing
+held = Held()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [("1/0", ["ZeroDivisionError: division by zero"]), ("sys.exit(7)", [])]
+)
+def test_an_exception_that_python_ignored_is_no_cause(tmp_path, end, said):
+    found = traceback_of(tmp_path, IGNORED.format(end=end))
+    assert [*(found.exception if found else ())] == said
+
+
 def test_a_clean_exit_with_a_message_is_no_traceback(tmp_path):
     assert traceback_of(tmp_path, "raise SystemExit('no such data set')") is None
 

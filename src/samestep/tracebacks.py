@@ -21,6 +21,8 @@ _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 _NOISE = re.compile(
     r"^(?:-[-+]{7}|\[[WEIF]\d|Exception ignored|terminate called|The above exception|During handling)"
 )
+# an exception that ended nothing, as in `__del__`
+_IGNORED = re.compile(r"^Exception ignored .*\nTraceback .*\n(?: .*\n)*.*\n?", re.MULTILINE)
 _WORKER = "DataLoader worker (pid"
 _OF_POOL = "RemoteTraceback:"  # what a process of multiprocessing's or concurrent.futures' pool raised
 _UNLIKE = "Received data size doesn't match expected size"
@@ -110,7 +112,8 @@ def exit_code(status: int) -> int:
 
 
 def _plain_lines(stderr: str) -> list[str]:
-    return [_BAR.sub("", _RANK.sub("", _COLOUR.sub("", line))) for line in stderr.splitlines()]
+    lines = [_BAR.sub("", _RANK.sub("", _COLOUR.sub("", line))) for line in stderr.splitlines()]
+    return _IGNORED.sub("", "\n".join(lines)).splitlines()
 
 
 def stack_in(text: str, thread: int = 0) -> list[Frame]:

@@ -64,7 +64,7 @@ def test_what_ends_a_forked_script_ends_it_as_python_would(launcher):
         """
         import atexit, ctypes, os, sys, torch
         class Tensors:
-            def __del__(self):
+            def __del__(self, os=os, torch=torch):
                 deleted = os.open("deleted", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.write(deleted, f"{torch.ones(2).sum():g} ".encode())
         held = Tensors()

@@ -29,7 +29,7 @@ _DRAWN_S = 0.5  # between two progress lines
 _TAIL = 1 << 16  # the last bytes of stderr, for a traceback
 _TRACEBACK = re.compile(
     rb"^(?:\[rank\d+\]: ?)?"
-    rb"(?:Traceback \(most recent|  \+ Exception Group Traceback|Fatal Python error: "
+    rb"(?:Traceback \(most recent|Exception ignored |  \+ Exception Group Traceback|Fatal Python error: "
     rb"|  File (?:\x1b\[[0-9;]*m)?\"[^\"\n]*\"(?:\x1b\[[0-9;]*m)?, line (?:\x1b\[[0-9;]*m)?\d+(?:\x1b\[[0-9;]*m)?$)",
     re.MULTILINE,
 )
