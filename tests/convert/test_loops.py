@@ -161,6 +161,35 @@ def test_a_cycle_of_a_loader_becomes_the_loaders_own():
         assert "batches = train.cycle()\n" in _after(text)
 
 
+INNER = (
+    "def forever(loader):\n    while True:\n        yield from loader\nbatches, held = forever(train), forever(test)\n"
+    "for step in range(9):\n    for _ in range(2):\n        x, y = next(batches)\n"
+    "        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n    optimizer.step()\n"
+)
+
+
+def test_the_last_mean_of_an_inner_loop_of_next_is_shown_until_another_batch_is_taken():
+    assert "print(samestep.mean(loss.item()))" in _after(f"{BEGIN}{INNER}    print(loss.item())\n")
+    (gap,) = _of(f"{BEGIN}{INNER}    z, _ = next(held)\n    print(loss.item())\n").gaps
+    assert "`loss.item()` is made of this process's share" in gap
+
+
+def test_what_a_loop_over_an_unknown_sequence_counts_is_no_number_of_batches():
+    count = "    for a, b in zip(find(model(x)), y):\n        if a == b:\n            n += 1\n"
+    counts = f"model.eval()\nn = 0\nfor x, y in train:\n{count}print(n)\n"
+    text = f"from found import find\n{BEGIN}for x, y in train:\n{STEP}{counts}"
+    assert _of(text).gaps
+    assert "max(samestep.gather([n]))" not in _after(text)
+
+
+def test_a_class_of_torch_decides_a_branch():
+    branch = "l.mean().backward()\n    else:\n        l.sum().backward()\n"
+    lines = f"    if isinstance(optimizer, torch.optim.Optimizer):\n        {branch}"
+    text = f"{BEGIN}for x, y in train:\n    l = F.cross_entropy(model(x), y, reduction='none')\n{lines}"
+    assert not _of(text).gaps
+    assert 'loss="sum"' not in _after(text)
+
+
 def test_a_backward_for_each_sample_is_a_gap():
     lines = (
         "    for a, b in zip(x, y):\n        F.cross_entropy(model(a), b).backward()\n    optimizer.step()\n"

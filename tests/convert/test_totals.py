@@ -341,3 +341,40 @@ def test_a_number_is_totalled_in_a_text_that_also_shows_what_has_no_total(line):
     text = f"{BEGIN}tot = 0\nfor x, y in train:\n{STEP}{lines}print({line})\n"
     assert "samestep.sum(tot)" in _after(text)
     assert "`r` is filled by this process's samples" in str(_of(text).gaps)
+
+
+_ADDS_BY_POSITION = """
+class Sums:
+    def __init__(self, count):
+        self.held = [0.0] * count
+    def add(self, *numbers):
+        self.held = [old + float(new) for old, new in zip(self.held, numbers)]
+    def __getitem__(self, at):
+        return self.held[at]
+sums = Sums(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "shown", "becomes"),
+    [
+        ("loss * len(x), len(x)", "", "print(samestep.sum(sums[0]) / samestep.sum(sums[1]))"),
+        (
+            "loss * len(x), len(x)",
+            "    print(sums[0])\n",
+            "sums.add(samestep.mean(loss) * samestep.sum(len(x)), samestep.sum(len(x)))",
+        ),
+        ("loss.item(), 1", "", "sums.add(samestep.mean(loss.item()), 1)"),
+    ],
+)
+def test_numbers_that_are_added_by_position_are_totalled_each(given, shown, becomes):
+    loop = f"for x, y in train:\n{STEP}    sums.add({given})\n{shown}"
+    text = f"{BEGIN}{_ADDS_BY_POSITION}{loop}print(sums[0] / sums[1])\n"
+    assert not _of(text).gaps
+    assert becomes in _after(text)
+
+
+def test_unlike_numbers_that_are_added_by_position_in_the_loop_itself_are_listed():
+    line = "sums = [old + new for old, new in zip(sums, (loss.item(), 1))]"
+    (gap,) = _of(f"{BEGIN}sums = [0, 0]\nfor x, y in train:\n{STEP}    {line}\nprint(sums)\n").gaps
+    assert "`new` is made of this process's share of the batch" in gap

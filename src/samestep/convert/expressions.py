@@ -5,10 +5,9 @@ import builtins
 from dataclasses import replace
 from typing import Any
 
-from samestep.convert.names import Names
+from samestep.convert.decisions import Decisions
 from samestep.convert.project import Function, Scope
 from samestep.convert.signatures import NUMBERED, counted
-from samestep.convert.source import is_only_given
 from samestep.convert.values import (
     NUMBERS,
     PAIRS,
@@ -31,7 +30,7 @@ _OF_PATHS = (ast.Call, ast.BinOp, ast.JoinedStr, ast.FormattedValue, ast.Attribu
 _TEXTS = ("__format__", "__str__", "__repr__")
 
 
-class Expressions(Names):
+class Expressions(Decisions):
     """The value of an expression by its syntax; a method for each type of node."""
 
     def value(self, node: ast.AST | None) -> Value:
@@ -70,10 +69,6 @@ class Expressions(Names):
 
     def _formattedvalue(self, node: ast.FormattedValue) -> Value:
         return self.shown(node.value).bare
-
-    def is_model(self, value: Value) -> bool:
-        is_instance = value.kind == "instance" and value.of.of.descends_from("Module", "Model", "Sequential")
-        return value.kind == "model" or is_instance
 
     def _any(self, node: ast.AST) -> Value:
         """An expression without a rule of its own: it depends on a share if a part of it does."""
@@ -162,6 +157,9 @@ class Expressions(Names):
         base, index = self.value(node.value), self.value(node.slice)
         if (known := self._set_before(node)) is not None:
             return known
+        if base.kind == "instance" and (method := base.of.of.find("__getitem__")):
+            element = self.run(replace(method.of, bound=base), [base, index], {}, None)
+            return element if element.is_shared else base.bare
         key = node.slice.value if isinstance(node.slice, ast.Constant) else None
         if base.kind in ("list", "dict"):
             if isinstance(base.of.get(None, Value()).of, Sum):
@@ -251,29 +249,6 @@ class Expressions(Names):
             return self._pairs(kinds) or (rows_of(kinds) if kinds else Value())
         return other("is a comparison of this rank's values", *values)
 
-    def decided(self, test: ast.expr) -> bool | None:
-        """Whether a test holds, if that is known: a test for None, or for a constant string or bool."""
-        if (tested := _tested_constant(test)) is None:
-            return None
-        node, constant, holds = tested
-        if self.loops[self.frame.loops_before :] and not is_only_given(self.frame.function, node):
-            return None
-        value, is_own = self.value(node), isinstance(node, ast.Name) and node.id in self.frame.scope.names
-        if value.since and not is_own:
-            return None
-        if constant is None:
-            is_known = value.kind in ("none", "optimizer") or value.is_shared
-            return (value.kind == "none") == holds if is_known else None
-        is_alike = value.text is not None and isinstance(constant, bool) == (value.text in ("True", "False"))
-        return (value.text == str(constant)) == holds if is_alike else None
-
-    def found_none(self, test: ast.expr) -> tuple[Scope, str] | None:
-        """The place that a test such as `state is not None` finds to be None now: what it guards does not run."""
-        place, constant, holds = _tested_constant(test) or (test, True, True)
-        if constant is not None or holds or self.known.get(place, Value()).kind != "none":
-            return None
-        return self.place_of(place)
-
     def _ifexp(self, node: ast.IfExp) -> Value:
         if (known := self.decided(node.test)) is not None:
             return self.value(node.body if known else node.orelse)
@@ -353,7 +328,9 @@ class Expressions(Names):
         kinds = {value.kind} if is_even else {element.kind, *(part.kind for part in element.parts)}
         is_rows = value.kind in ROWS or (not is_even and value.of.kind == "rows" and element.kind != Kind.ROW)
         is_unknown = Kind.OTHER in kinds and not self.in_forward
-        return self.total(node) if (is_rows and self.is_outside) or is_unknown else value
+        total = self.total(node) if (is_rows and self.is_outside) or is_unknown else value
+        has_no_total = is_unknown and (value.edits is None or not self.may_total())
+        return Value(Kind.ROWS) if has_no_total and kinds & {Kind.ROW, *ROWS} else total
 
     def each(self, over: Value) -> Loop:
         if over.kind == "each":
@@ -384,17 +361,3 @@ class Expressions(Names):
     def next_of(self, iterator: Value) -> Value:
         method = iterator.of.of.find("__next__")
         return self.run(replace(method.of, bound=iterator), [iterator], {}, None) if method else Value()
-
-
-def _tested_constant(test: ast.expr) -> tuple[ast.expr, object, bool] | None:
-    """The expression that a test compares, the constant, and whether it tests for equality."""
-    match test:
-        case ast.UnaryOp(op=ast.Not(), operand=inner):
-            inner_test = _tested_constant(inner)
-            return inner_test and (*inner_test[:2], not inner_test[2])
-        case ast.Compare(left=left, ops=[op], comparators=[ast.Constant(value=constant)]):
-            is_known = isinstance(op, ast.Is | ast.Eq | ast.IsNot | ast.NotEq)
-            return (left, constant, isinstance(op, ast.Is | ast.Eq)) if is_known else None
-        case ast.Name() | ast.Attribute():
-            return test, True, True
-    return None

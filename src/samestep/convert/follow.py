@@ -225,9 +225,11 @@ class Follower(Calls):
 
     def _assigned(self, target: ast.expr, node: ast.expr) -> Value | None:
         """The value for a target; None for an addition to the target, which is done here."""
-        adds = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-        if adds and begins_from(node.left, target):  # type: ignore[attr-defined]
-            self._add(target, node.right)  # type: ignore[attr-defined]
+        match node:
+            case ast.BinOp(left=left, op=ast.Add(), right=right) if begins_from(left, target):
+                self._add(target, right)
+                return None
+        if self.adds_elements(target, node):
             return None
         is_late = node in self.learnt.eager or self.is_lost(target)
         value = self.total(node) if is_late else self.value(node)
@@ -393,8 +395,6 @@ class Follower(Calls):
             returned = "return the outputs from forward, and " * is_inside
             text = f"{reason.partition(';')[0]}; {returned}{_OF_THE_LOSS}"
             self.findings.gaps[source, part.lineno] = text  # type: ignore[attr-defined]
-        elif self.batches is None:
-            self.gap(node, _NOT_SHARED)
         else:
-            self.gap(node, _OF_NO_BATCH)
+            self.gap(node, _NOT_SHARED if self.batches is None else _OF_NO_BATCH)
         return Value()

@@ -297,8 +297,9 @@ class Library(Rewrites, Expressions):
             if loop.kind == "plain":
                 loop.kind, loop.text, loop.frame = "batches", over.text, self.frame
             loop.taken = {**dict.fromkeys(over.sizes, not self.is_quiet), **loop.taken}
+            self.latest = loop
         elif over.kind == "batches":
-            self.is_latest = True
+            self.is_latest, self.latest = True, None
             self.held_batches.add(node)
         return replace(over.element, origin=(node, self.source, ())) if over.kind == "batches" else first
 

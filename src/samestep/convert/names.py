@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 from samestep.convert.project import Scope
-from samestep.convert.source import name_of
+from samestep.convert.source import elements_added, name_of
 from samestep.convert.totals import Totals
 from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, models_of, other
 
@@ -46,6 +46,18 @@ class Names(Totals):
         late = (node,) if node is not None and value.edits else None
         edits = late if value.kind == Kind.VIEWS else value.edits
         scope.names[name] = replace(value, since=self.since, origin=origin, edits=edits)
+
+    def adds_elements(self, target: ast.expr, node: ast.expr) -> bool:
+        """Follow the addition of a list's own number to each of its elements, if this is one."""
+        values, name, added = elements_added(node, target) or (None, None, None)
+        if name is None or added is None or (given := self.value(values)).kind != "list":
+            return False
+        place, scope = self.place_of(target), self.frame.scope
+        self.frame.scope = Scope(scope)
+        self.bind(name, self.by_element(given, added))
+        place[0].names[place[1]] = self.accumulated(place, added, self.value(added))
+        self.frame.scope = scope
+        return True
 
     def _note_alias(self, scope: Scope, name: str, node: ast.expr | None) -> None:
         scope.aliases.pop(name, None)

@@ -193,6 +193,7 @@ class Following:
         self.in_eval = self.unwraps = False
         self.held_batches: set[ast.AST] = set()  # calls of next() that took a batch outside of all loops
         self.is_latest = True  # whether no loop over batches came after the last of them
+        self.latest: Loop | None = None  # the loop in which next() took a batch, if none was taken since
 
     @property
     def frame(self) -> Frame:
@@ -240,7 +241,8 @@ class Following:
         loop.number, loop.depth, loop.frame = self.loops_made, self.depth, self.frame
         loop.lends = loop.kind == "batches" and not self.is_quiet
         self.loops.append(loop)
-        self.is_latest &= loop.kind != "batches"
+        if loop.kind == "batches":
+            self.is_latest, self.latest = False, None
         if self.findings.over.setdefault(self.source.span(node), loop.kind) != loop.kind:
             self.findings.mixed.add(self.source.span(node))
         if loop.call is not None:

@@ -130,6 +130,23 @@ def begins_from(old: ast.expr, target: ast.expr) -> bool:
     return ast.unparse(old) == ast.unparse(target)
 
 
+def elements_added(node: ast.expr, target: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr] | None:
+    """Of `target = [a + float(b) for a, b in zip(target, values)]`: `values`, `b` and `float(b)`."""
+    match node:
+        case ast.ListComp(
+            elt=ast.BinOp(left=ast.Name(id=old), op=ast.Add(), right=added),
+            generators=[
+                ast.comprehension(
+                    target=ast.Tuple(elts=[ast.Name(id=first), each]),
+                    iter=ast.Call(func=ast.Name(id="zip"), args=[held, values]),
+                    ifs=[],
+                )
+            ],
+        ) if old == first and ast.unparse(held) == ast.unparse(target):
+            return values, each, added
+    return None
+
+
 def is_only_given(function: ast.AST | None, node: ast.expr) -> bool:
     """Whether this is a parameter that its function never sets, so that it is the same in each turn of a loop."""
     name = getattr(node, "id", None)

@@ -236,6 +236,7 @@ class Totals(Following):
         """The edits around an expression whose kind can be combined; None for other kinds."""
         loop = value.of if isinstance(value.of, Loop) else None
         is_finished = loop is not None and loop not in self.loops
+        is_finished &= value.kind != Kind.MEAN or loop is not self.latest
         share = f"{loop.text}.share" if loop and loop.text and loop.frame is self.frame else ""
         is_filled = value.kind == "list" and None in value.of
         kind = Kind.ROWS if is_filled and join(*value.parts).kind == Kind.ROWS else value.kind
@@ -324,6 +325,17 @@ class Totals(Following):
             return self.total(node)
         reason = value.of if isinstance(value.of, str) else None
         return Value(Kind.OTHER, reason or "is added up over batches in a way that has no total")
+
+    def by_element(self, given: Value, node: ast.expr) -> Value:
+        """What `node` gets of each of the values that a function was given, to add it to a number of its own."""
+        batch, kinds = self.batches, {part.kind for part in given.parts}
+        if kinds <= {Kind.PART, Kind.COUNT} or not given.is_shared:
+            return join(*given.parts)
+        origin = self._origin_in(batch, node) if batch and self.may_total() else node
+        if origin is node:
+            return Value(Kind.OTHER, MADE_OF_SHARE)
+        self.learnt.eager.add(origin)
+        return Value()
 
     def _origin_in(self, batch: Loop, node: ast.expr) -> ast.expr:
         """The expression itself, or the call inside the loop whose function contains it."""

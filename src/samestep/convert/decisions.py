@@ -1,0 +1,67 @@
+"""Finds the tests of a script whose outcome is known before it runs."""
+
+import ast
+
+from samestep.convert.names import Names
+from samestep.convert.project import Scope
+from samestep.convert.source import is_only_given
+from samestep.convert.values import Value
+
+_CLASSES = {"Optimizer": "optimizer", "Module": "model"}  # of torch, and the kinds of values that they are
+
+
+class Decisions(Names):
+    """Whether a test holds: for None, for a constant, or for a class of torch."""
+
+    def is_model(self, value: Value) -> bool:
+        is_instance = value.kind == "instance" and value.of.of.descends_from("Module", "Model", "Sequential")
+        return value.kind == "model" or is_instance
+
+    def decided(self, test: ast.expr) -> bool | None:
+        """Whether a test holds, if that is known: one for None, for a constant string or bool, or for a class."""
+        if (is_one := self._is_one(test)) is not None:
+            return is_one
+        if (tested := _tested_constant(test)) is None:
+            return None
+        node, constant, holds = tested
+        if self.loops[self.frame.loops_before :] and not is_only_given(self.frame.function, node):
+            return None
+        value, is_own = self.value(node), isinstance(node, ast.Name) and node.id in self.frame.scope.names
+        if value.since and not is_own:
+            return None
+        if constant is None:
+            is_known = value.kind in ("none", "optimizer") or value.is_shared
+            return (value.kind == "none") == holds if is_known else None
+        is_alike = value.text is not None and isinstance(constant, bool) == (value.text in ("True", "False"))
+        return (value.text == str(constant)) == holds if is_alike else None
+
+    def _is_one(self, test: ast.expr) -> bool | None:
+        """Whether a value is an optimizer or a model, as `isinstance` asks."""
+        match test:
+            case ast.Call(func=ast.Name(id="isinstance"), args=[node, class_]):
+                value, name = self.value(node), ast.unparse(class_).rpartition(".")[2]
+                kind = "model" if self.is_model(value) else value.kind
+                is_known = name in _CLASSES and kind in ("optimizer", "model", "function")
+                return kind == _CLASSES[name] if is_known else None
+        return None
+
+    def found_none(self, test: ast.expr) -> tuple[Scope, str] | None:
+        """The place that a test such as `state is not None` finds to be None now: what it guards does not run."""
+        place, constant, holds = _tested_constant(test) or (test, True, True)
+        if constant is not None or holds or self.known.get(place, Value()).kind != "none":
+            return None
+        return self.place_of(place)
+
+
+def _tested_constant(test: ast.expr) -> tuple[ast.expr, object, bool] | None:
+    """The expression that a test compares, the constant, and whether it tests for equality."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            inner_test = _tested_constant(inner)
+            return inner_test and (*inner_test[:2], not inner_test[2])
+        case ast.Compare(left=left, ops=[op], comparators=[ast.Constant(value=constant)]):
+            is_known = isinstance(op, ast.Is | ast.Eq | ast.IsNot | ast.NotEq)
+            return (left, constant, isinstance(op, ast.Is | ast.Eq)) if is_known else None
+        case ast.Name() | ast.Attribute():
+            return test, True, True
+    return None
