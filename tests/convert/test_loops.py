@@ -236,8 +236,15 @@ def test_a_batch_that_is_turned_several_times_is_not_gathered_in_another_order(t
     assert not _of(text).gaps
     made = _after(text)
     assert "samestep.gather" not in made
-    assert "total += samestep.mean(loss.item()) * samestep.sum(both.size(0))" in made
+    assert "if train.share: total += loss.item() * both.size(0)" in made
     assert "if train.share: right +=" in made
+
+
+def test_the_halves_of_a_batch_that_was_joined_with_another_view_are_its_rows():
+    lines = f"    first, second = model(torch.cat([x, -x])).chunk(2)\n    loss = F.mse_loss(first, second)\n{LOSS}"
+    text = f"{BEGIN}for x, y in train:\n{lines}    print(loss.item())\n"
+    assert not _of(text).gaps
+    assert "print(samestep.mean(loss.item()))" in _after(text)
 
 
 def test_the_mean_over_the_pieces_of_a_batch_that_was_turned_is_of_each_sample():

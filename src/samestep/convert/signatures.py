@@ -152,7 +152,7 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
     if name in NAMED["along"] and is_over_rows and len(values) > 1:
         return Value(Kind.OTHER, f"is {name} over the samples of a share")
     if name in NAMED["piece"] and base.kind in ROWS:
-        is_part = is_over_rows and len(values) < 3
+        is_part = is_over_rows and len(values) < 3 and base.kind != Kind.VIEWS
         return Value(Kind.OTHER, "is a part of a share") if is_part else Value(Kind.BATCH)
     if is_over_rows and name in NAMED["joined"] | {"stack"}:
         return _joined(name, base, in_forward)
@@ -188,7 +188,7 @@ def of_einsum(equation: str, values: Values, batch: Loop | None) -> Value:
 
 def counted(rows: Value, batch: Loop | None) -> Value:
     """The number of samples, or of their elements, in these rows."""
-    return Value(Kind.PART if rows.kind in (Kind.SOME, Kind.VIEWS) else Kind.COUNT, batch)
+    return Value(Kind.PART if rows.kind == Kind.SOME else Kind.COUNT, batch)
 
 
 def _joined(name: str, tensors: Value, in_forward: int) -> Value:
