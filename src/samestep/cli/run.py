@@ -16,7 +16,7 @@ import click
 
 from samestep.cli.output import NoScript, check_module, check_script, harmless, numbers, ranks_of, verb
 from samestep.errors import UsageError
-from samestep.placement.devices import COUNTED, cores, masked, visible_devices
+from samestep.placement.devices import COUNTED, are_cores_free, cores, masked, visible_devices
 from samestep.placement.place import place
 from samestep.start.allocation import allocation_command
 from samestep.start.nodes import NodeMeeting, by_hand, by_step, check_alone
@@ -58,7 +58,6 @@ _HIDDEN = (
 )
 
 
-_OF_SCHEDULERS = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
 _MOST_OF_A_CORE = 2  # processes of a core that need no remark
 _FROM_0 = click.IntRange(0)
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -209,8 +208,7 @@ def _remark(file: str, size: int, options: Mapping[str, Any], *, is_counted: boo
             "no device is visible, so this is 1 process; for two on this machine's cores: samestep run -n 2 ...",
             err=True,
         )
-    own, given = len(cores()), _OF_SCHEDULERS & os.environ.keys() or visible_devices(os.environ)
-    if size > _MOST_OF_A_CORE * own and not given:
+    if size > _MOST_OF_A_CORE * (own := len(cores())) and are_cores_free(os.environ):
         they = f"samestep: {size} processes take turns on {counted(own, 'core')}"
         click.echo(
             f"{they}, so they are slower than {own} and need more memory; write -n {own} for speed", err=True

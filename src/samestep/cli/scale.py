@@ -10,7 +10,7 @@ import click
 from samestep.cli.output import check_script, print_json, print_table, progress, room, sizes_of, verb
 from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.trial import end_on_signals
-from samestep.placement.devices import cores, visible_devices
+from samestep.placement.devices import are_cores_free, cores, visible_devices
 from samestep.placement.launchers import count
 from samestep.text import counted, unbroken
 
@@ -114,8 +114,7 @@ def check(options: Mapping[str, Any]) -> "tuple[list[int], list[int], Link | Non
 
 
 def _crowded(processes: int) -> list[str]:
-    here = len(cores())
-    if processes <= here or visible_devices(os.environ) or "SLURM_JOB_ID" in os.environ:
+    if processes <= (here := len(cores())) or not are_cores_free(os.environ):
         return []
     return [f"{processes} processes shared {counted(here, 'core')} and slowed each other down"]
 

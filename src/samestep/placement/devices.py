@@ -17,6 +17,7 @@ _OF_AMD = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 _INTEL, _DISPLAYS = "0x8086", ("0x0300", "0x0380")
 _ON_BOARD = ":00:02.0"
 _OWN_GROUPS = Path("/proc/self/cgroup")
+_JOBS = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
 
 
 class _Device(NamedTuple):
@@ -24,6 +25,11 @@ class _Device(NamedTuple):
 
     address: str = ""
     uuid: str = ""
+
+
+def are_cores_free(env: Mapping[str, str]) -> bool:
+    """Whether neither a scheduler nor devices decide how many processes belong on this machine's cores."""
+    return not (_JOBS & env.keys() or visible_devices(env))
 
 
 def visible_devices(env: Mapping[str, str], root: Path = Path("/")) -> list[str]:
