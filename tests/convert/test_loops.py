@@ -247,6 +247,14 @@ def test_the_halves_of_a_batch_that_was_joined_with_another_view_are_its_rows():
     assert "print(samestep.mean(loss.item()))" in _after(text)
 
 
+@pytest.mark.parametrize("taken", ["for views, y in train:\n", "for batch in train:\n    views = batch[0]\n"])
+def test_a_list_of_views_that_the_loader_gives_is_not_gathered_as_one_of_samples(taken):
+    """samestep.gather would put each process's first views before its second ones."""
+    lines = f"    out = model(torch.cat(views, dim=0))\n    loss = (out @ out.t()).mean()\n{LOSS}"
+    (gap, *_) = _of(f"{BEGIN}{taken}{lines}").gaps
+    assert "compares samples of a share with each other" in gap
+
+
 def test_the_mean_over_the_pieces_of_a_batch_that_was_turned_is_of_each_sample():
     lines = f"    out = torch.stack(model(torch.cat([x, -x])).chunk(2)).mean(0)\n    loss = F.mse_loss(out, y)\n{LOSS}"
     assert "samestep.mean" not in _after(f"{BEGIN}for x, y in train:\n{lines}")

@@ -190,6 +190,10 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
     assert not ranks[0].complained
 
 
+VIEWS = "torch.cat([model(x, 0), model(-x, 0)])"
+OF_PAIRS = "(z @ z.t()).mean().backward()"
+
+
 @pytest.mark.parametrize(
     ("inside", "said"),
     [
@@ -214,6 +218,9 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         ("l = model(x, 0).square(); (l.mean() / (1 + (x[:, 0] > 0.5).float().mean())).backward()", AVERAGES),
         ("(model(x, 0).mean(0) - model(x / 2, 0).mean(0)).pow(2).sum().backward()", AVERAGES),
         ("z = samestep.gather(model(x, 0)); (z @ z.t()).mean().backward()", ""),
+        (f"z = samestep.gather({VIEWS}); {OF_PAIRS}", "joins 2 views of the batch that lie one after another"),
+        (f"z = torch.cat([samestep.gather(v) for v in {VIEWS}.chunk(2)]); {OF_PAIRS}", ""),
+        (f"z = samestep.gather(model(x, 0).repeat_interleave(2, 0)); {OF_PAIRS}", ""),
         ("m = samestep.mean(x.mean()); x = (x - m) / samestep.mean((x - m).square().mean()).sqrt()", ""),
         ("x = x / x.norm(dim=1, keepdim=True); (model(x, 0) * x).softmax(1).sum(1).mean().backward()", ""),
         (SORTED, ""),
@@ -235,7 +242,8 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         *("flipped", "turned-by-numpy", "pairs", "normalized", "product", "late-pairs", "pairs-at-times", "detached"),
         *("read", "read-later", "adapted", "invariant", "invariant-number", "easy-samples", "one-with-all"),
         *("losses-one-by-one", "a-mean-of-a-mask", "features"),
-        *("gathered-pairs", "normalized-by-all", "by-sample", "sorted-and-back", "read-of-all", "logged", "drawn"),
+        *("gathered-pairs", "gathered-views", "each-view-gathered", "gathered-elements"),
+        *("normalized-by-all", "by-sample", "sorted-and-back", "read-of-all", "logged", "drawn"),
         *("counted", "mixed-in-place", "mirrored-in-place", "labels-of-others", "turned-with-its-labels"),
         *("weights-by-frequency", "weight-of-positives", "picked-and-counted", "padded-again"),
     ],

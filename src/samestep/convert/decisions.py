@@ -1,17 +1,17 @@
-"""Finds the tests of a script whose outcome is known before it runs."""
+"""Finds what is known of a script's values before it runs: which tests hold, and what is a list."""
 
 import ast
 
 from samestep.convert.names import Names
 from samestep.convert.project import Scope
 from samestep.convert.source import is_only_given
-from samestep.convert.values import Value
+from samestep.convert.values import Kind, Value
 
 _CLASSES = {"Optimizer": "optimizer", "Module": "model"}  # of torch, and the kinds of values that they are
 
 
 class Decisions(Names):
-    """Whether a test holds: for None, for a constant, or for a class of torch."""
+    """Whether a test holds, for None, a constant or a class of torch, and whether a value is one of a kind."""
 
     def is_model(self, value: Value) -> bool:
         is_instance = value.kind == "instance" and value.of.of.descends_from("Module", "Model", "Sequential")
@@ -44,6 +44,13 @@ class Decisions(Names):
                 is_known = name in _CLASSES and kind in ("optimizer", "model", "function")
                 return kind == _CLASSES[name] if is_known else None
         return None
+
+    def is_of_batch(self, node: ast.expr, value: Value) -> bool:
+        """Whether this is an element of a batch as its loader gives it, and so a list where the script joins it."""
+        made = value.origin[0] if value.origin else None
+        is_taken = isinstance(made, ast.Subscript) and self.known[made.value].kind == Kind.BATCH
+        is_named = isinstance(node, ast.Name | ast.Subscript | ast.Attribute)
+        return value.kind == Kind.ROWS and is_named and value.of is None and (made is None or is_taken)
 
     def found_none(self, test: ast.expr) -> tuple[Scope, str] | None:
         """The place that a test such as `state is not None` finds to be None now: what it guards does not run."""

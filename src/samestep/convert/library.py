@@ -105,6 +105,8 @@ class Library(Rewrites, Expressions):
             self.squeezed(node, values[0], (*node.args, getattr(node.func, "value", node.func))[0])
         if name in NAMED["count"] and values[0].kind in ROWS:
             return counted(values[0], self.batches)
+        if name in NAMED["joined"] and self.is_of_batch(node.args[0], values[0]):
+            values = [Value("list", {0: values[0], 1: values[0]}), *values[1:]]  # the views that it holds
         filled = values[0].of.get(None) if values[0].kind == "list" else None
         if name in NAMED["stacked"] and filled is not None and isinstance(filled.of, Loop):
             return Value(Kind.OTHER, STACKS)

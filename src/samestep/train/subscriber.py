@@ -20,6 +20,9 @@ class Subscriber:
     def slopes_given(self, given: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None], bool]) -> None:
         """torch.autograd.grad returned gradients: its inputs, the gradients, and whether they are terms of a sum."""
 
+    def gathered(self, own: torch.Tensor) -> None:
+        """samestep.gather joins this tensor with those of other ranks."""
+
     def pass_begins(self, begun: Pass) -> None: ...
     def step_begins(self, share: Share) -> None: ...
     def microbatch_begins(self, share: Share) -> None: ...

@@ -28,6 +28,7 @@ from samestep.train.group.device import moved, on_host
 from samestep.train.group.world import joined
 from samestep.train.passes import cut
 from samestep.train.step import spine
+from samestep.train.subscriber import Subscriber
 
 Value = TypeVar("Value")
 _Back = Callable[[torch.Tensor], torch.Tensor]
@@ -103,6 +104,9 @@ def gather(value: Value) -> Value:
     if joined().world.size == 1:
         return value
     _note_total("samestep.gather")
+    for leaf in named.values():
+        if isinstance(leaf, torch.Tensor):
+            spine().tell(Subscriber.gathered, leaf)
     lent = spine().origins.is_lent
     ranks = _of_all("samestep.gather", {name: leaf[:0] if lent else leaf for name, leaf in named.items()})
     wholes = [_joined(named[name], [parts[name] for parts in ranks], lent=lent) for name in named]

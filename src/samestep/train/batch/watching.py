@@ -25,6 +25,7 @@ from samestep.train.batch.parts import part_at
 from samestep.train.batch.places import BatchPlaces
 from samestep.train.batch.sizes import Place, Traced
 from samestep.train.batch.views import dim_in_view
+from samestep.train.group.control import users_line
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.passes import Pass, Share
 from samestep.train.script.lines import line_of_draw
@@ -309,6 +310,16 @@ class Watching(Subscriber):
     def slopes_given(self, given: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None], bool]) -> None:
         if self._loop_places is not None:
             self._loop_places.mark_slopes(*given)
+
+    def gathered(self, own: torch.Tensor) -> None:
+        place = self.places.place(own) if self.places is not None else None
+        if place is not None and place.dim == 0 and place.before > 1:
+            self._spine.group.say(
+                f"samestep.gather ({users_line()}) joins {place.before} views of the batch that lie one after another, "
+                "and each rank's views come one after another, so the views are mixed; gather each of them, as in "
+                f"torch.cat([samestep.gather(view) for view in out.chunk({place.before})])",
+                what="views gathered",
+            )
 
     def pass_left(self, left: Pass) -> None:
         self._leave_loop()
