@@ -378,3 +378,17 @@ def test_unlike_numbers_that_are_added_by_position_in_the_loop_itself_are_listed
     line = "sums = [old + new for old, new in zip(sums, (loss.item(), 1))]"
     (gap,) = _of(f"{BEGIN}sums = [0, 0]\nfor x, y in train:\n{STEP}    {line}\nprint(sums)\n").gaps
     assert "`new` is made of this process's share of the batch" in gap
+
+
+def test_a_dimension_that_is_given_to_a_function_is_known_there():
+    function = (
+        "def spread(x, dim=None):\n    if dim is None:\n        x, dim = x.view(-1), 0\n"
+        "    return x - torch.mean(x, dim, keepdim=True)\n"
+    )
+    lines = "    loss = F.mse_loss(spread(model(x), dim=1), y)\n    loss.backward()\n    print(loss.item())\n"
+    text = f"{BEGIN}{function}for x, y in train:\n{lines}"
+    assert not _of(text).gaps
+    assert "samestep.gather" not in _after(text)
+    made = _after(text.replace("dim=1", "dim=len('a')"))
+    assert "return samestep.gather(x) - torch.mean(samestep.gather(x), dim, keepdim=True)" in made
+    assert "F.mse_loss(spread(model(x), dim=len('a')), samestep.gather(y))" in made

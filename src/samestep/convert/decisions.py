@@ -30,7 +30,9 @@ class Decisions(Names):
         if value.since and not is_own:
             return None
         if constant is None:
-            is_known = value.kind in ("none", "optimizer") or value.is_shared
+            is_known = (
+                value.kind in ("none", "optimizer") or value.is_shared or self.constant(node) is not node
+            )
             return (value.kind == "none") == holds if is_known else None
         is_alike = value.text is not None and isinstance(constant, bool) == (value.text in ("True", "False"))
         return (value.text == str(constant)) == holds if is_alike else None
@@ -44,6 +46,11 @@ class Decisions(Names):
                 is_known = name in _CLASSES and kind in ("optimizer", "model", "function")
                 return kind == _CLASSES[name] if is_known else None
         return None
+
+    def constant(self, node: ast.expr) -> ast.expr:
+        """The number that a name stands for, or the expression itself."""
+        made = self.value(node).origin if isinstance(node, ast.Name) else None
+        return made[0] if made and isinstance(made[0], ast.Constant) and made[0].value is not None else node
 
     def is_of_batch(self, node: ast.expr, value: Value) -> bool:
         """Whether this is an element of a batch as its loader gives it, and so a list where the script joins it."""

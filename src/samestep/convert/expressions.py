@@ -79,7 +79,7 @@ class Expressions(Decisions):
 
     def _constant(self, node: ast.Constant) -> Value:
         text = str(node.value) if isinstance(node.value, str | bool) else None
-        return Value("none") if node.value is None else Value(text=text)
+        return Value("none") if node.value is None else Value(text=text, origin=(node, self.source, ()))
 
     def _name(self, node: ast.Name) -> Value:
         if (holder := self.frame.scope.holder(node.id)) is not None:

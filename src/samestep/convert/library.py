@@ -8,6 +8,7 @@ from dataclasses import replace
 from samestep.convert.expressions import Expressions
 from samestep.convert.rewrites import LOADERS, Rewrites, arguments, asks_for_file
 from samestep.convert.signatures import (
+    CHOSEN,
     DIMENSIONS,
     NAMED,
     NUMBERED,
@@ -41,9 +42,6 @@ from samestep.convert.values import (
 )
 
 _FUNCTIONAL = re.compile(r"torch\.(nn\.functional|special|linalg|fft|distributions)\.")
-_CHOSEN_DIMENSIONS = (
-    "is reduced over dimensions that are chosen while the script runs; write them as constants"
-)
 # the numbers of the graphs that nodes belong to: their maximum is only a size
 _GRAPHS = re.compile(r"(batch|graph)\w*$")
 _SIZED_FIRST = {"zeros", "ones", "empty", "full", "rand", "randn", "random"}  # of NumPy
@@ -115,14 +113,15 @@ class Library(Rewrites, Expressions):
             return Value(Kind.ROWS if values[0].kind in TURNED else Kind.COLUMNS)
         if name == "einsum" and not self.in_forward and "->" in str(values[0].text):
             return of_einsum(str(values[0].text), values[1:], self.batches)
-        named = [option.value for option in node.keywords if option.arg in DIMENSIONS]
+        named = [self.constant(option.value) for option in node.keywords if option.arg in DIMENSIONS]
+        dims = [*map(self.constant, dims)]
         is_reduction = name in NAMED["sum"] | NAMED["mean"]
         are_chosen = any(isinstance(part, ast.Name) for part in (named or dims))
         if is_reduction and are_chosen and values[0].kind in ROWS and not self.in_forward:
-            return other(_CHOSEN_DIMENSIONS)
+            return other(CHOSEN)
         # the first dimension of what is stacked is that of the list, in forward too
         is_stacked = values[0].kind in TURNED and is_reduction
-        is_over_rows = over_rows(node, dims_of(name, dims), 0 if is_stacked else self.in_forward)
+        is_over_rows = over_rows([*named, *dims_of(name, dims)], 0 if is_stacked else self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
 
     def _of_list(self, node: ast.Call, base: Value, name: str, values: Values) -> Value:

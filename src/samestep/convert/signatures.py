@@ -60,6 +60,7 @@ DIVIDES = (
     'reduction="sum", and samestep.sum(total) / samestep.sum(count) after the loop'
 )
 STACKS = "stacks batches, of which processes have unlike parts; join them by concatenate or cat"
+CHOSEN = "is reduced over dimensions that are chosen while the script runs; write them as constants"
 DIMENSIONS = ("dim", "dims", "axis")
 NUMBERED = "numbers the samples of a share"
 _CHOSEN = "is a mean over chosen samples of a share"
@@ -112,10 +113,9 @@ def dims_of(name: str, args: list[ast.expr]) -> list[ast.expr]:
     return args[-1:] if name in NAMED["piece"] else args[1:] if is_second else args
 
 
-def over_rows(node: ast.Call, dims: list[ast.expr], in_forward: int) -> bool:
+def over_rows(dims: list[ast.expr], in_forward: int) -> bool:
     """Whether a reduction is over the samples: it names no dimension, or the first."""
-    named = [keyword.value for keyword in node.keywords if keyword.arg in DIMENSIONS]
-    if not (dimension := [*named, *dims][:1]):
+    if not (dimension := dims[:1]):
         return True
     parts = dimension[0].elts if isinstance(dimension[0], ast.Tuple | ast.List) else dimension
     are_first = (isinstance(part, ast.Constant) and part.value in (0, None) for part in parts)

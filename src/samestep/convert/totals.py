@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.convert.project import Following, Frame, Scope
-from samestep.convert.signatures import DIVIDES, NAMED, STACKS
+from samestep.convert.signatures import CHOSEN, DIVIDES, NAMED, STACKS
 from samestep.convert.source import Edit, Source, is_flattened, makes_list, name_of, parts_of, shown_in
 from samestep.convert.values import NUMBERS, ROWS, TURNED, Kind, Loop, Sum, Value, Values, combined, join
 
@@ -120,7 +120,8 @@ class Totals(Following):
     def beside_rows(self, nodes: Sequence[ast.expr], values: Values) -> Values:
         """The values of operands: next to rows, a number of the batch is totalled, as in `x + noise * x.std()`."""
         kinds = {value.kind for value in values}
-        if kinds != {Kind.ROWS, Kind.OTHER} or self.in_forward or not self.may_total():
+        is_chosen = any(value.of == CHOSEN for value in values)  # it may have a number for each row
+        if kinds != {Kind.ROWS, Kind.OTHER} or is_chosen or self.in_forward or not self.may_total():
             return values
         operands = zip(nodes, values, strict=True)
         return [self.total(node) if value.kind == Kind.OTHER else value for node, value in operands]
@@ -300,7 +301,8 @@ class Totals(Following):
         mixes |= batch is None and not over_samples and old.is_shared and added.is_shared
         mixes &= old.kind != added.kind
         result = combined(ast.Add(), old, added) if mixes else join(old, added)
-        return replace(self.kept(result), since=old.since)
+        origin = result.origin if result.is_shared else None  # it is no constant any more
+        return replace(self.kept(result), since=old.since, origin=origin)
 
     def per_batch(self, batch: Loop, node: ast.expr, value: Value) -> Value:
         """The sum of a value over all batches of a loop."""

@@ -166,7 +166,9 @@ def join(*values: Value) -> Value:
     edits = None if None in known else tuple(dict.fromkeys(edit for edits in known for edit in edits or ()))
     common = tuple(sorted(set.intersection(*(set(value.since) for value in values)))) if values else ()
     text = whole.text if len({value.text for value in values}) == 1 else None
-    return replace(whole, models=models_of(*values), since=common, edits=edits, text=text)
+    is_one = whole.kind != Kind.ALIKE or all(value.origin == whole.origin for value in values)
+    origin = whole.origin if is_one else None
+    return replace(whole, models=models_of(*values), since=common, edits=edits, text=text, origin=origin)
 
 
 def _either(left: Value, right: Value) -> Value:
