@@ -42,3 +42,34 @@ def test_a_pair_of_tensors_with_the_time_in_front_is_no_list_of_two_samples():
     for found, whole in zip(batch, collate(samples), strict=True):
         assert torch.equal(found, whole[:, MINE])
     assert ragged == {".0": Ragged(1, Rows(1, 1, 2)), ".1": Ragged(1, Rows(1, 1, 2))}
+
+
+class Padded:
+    """A batch as scripts make it: tensors, and numbers of them."""
+
+    def __init__(self, samples):
+        self.texts = pad_sequence(samples)
+        self.longest, self.last = len(self.texts), len(self.texts) - 1
+        self.samples, self.tokens = len(samples), sum(map(len, samples))
+        self.all_tokens = torch.tensor(self.tokens)
+        self.pairs = torch.zeros(len(samples), 2), {"name": "padded"}
+
+
+def test_an_object_has_this_ranks_rows_of_the_whole_batch_and_its_own_counts():
+    batch, ragged = Collated(Padded)((SAMPLES, MINE))
+    assert torch.equal(batch.texts, pad_sequence(SAMPLES)[:, MINE])
+    assert (batch.longest, batch.last) == (7, 6)
+    assert (batch.samples, batch.tokens, int(batch.all_tokens)) == (1, 3, 3)
+    assert batch.pairs[0].shape == (1, 2)
+    assert ragged[".texts"] == Ragged(1, Rows(1, 1, 3))
+
+
+class Node(Padded):
+    def __init__(self, samples):
+        super().__init__(samples)
+        self.parent = self
+
+
+def test_an_object_that_holds_itself_is_collated_of_this_ranks_samples():
+    batch, _ = Collated(Node)((SAMPLES, MINE))
+    assert torch.equal(batch.texts, pad_sequence(SAMPLES[MINE]))

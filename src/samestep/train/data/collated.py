@@ -9,8 +9,8 @@ unless they differ from the whole batch's rows only by padding.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,17 @@ import torch
 from samestep.train.nested import named_tensors
 from samestep.train.passes import Ragged, Rows
 from samestep.train.streams import streams_kept
+
+_DEEPEST = 4  # of objects in a batch, which may refer to each other
+
+
+class _Cut(NamedTuple):
+    """What is known where a batch is cut: this rank's rows, and the sizes of the whole batch's tensors."""
+
+    rows: Rows
+    sizes: frozenset[int]
+    # the concatenated tensors by their places; their rows are taken if they have the same values in both batches
+    ragged: Mapping[str, Ragged] | None = None
 
 
 class Collated:
@@ -36,8 +47,9 @@ class Collated:
         with streams_kept():
             rows = Rows(part.stop - part.start, part.start, len(samples))
             mine = self._collate(samples[part])
+            sizes = frozenset(size for _, tensor in named_tensors(whole) for size in tensor.shape)
             try:
-                cut = _cut(whole, mine, rows)
+                cut = _cut(whole, mine, _Cut(rows, sizes))
                 return cut, dict(_across(cut, whole, rows))
             except LookupError:
                 before = self._collate(samples[: part.start]) if part.start else None
@@ -45,49 +57,58 @@ class Collated:
                     name: laid for name, laid in _concatenated(before, mine, whole) if laid.rows != rows
                 }
                 try:
-                    cut = _cut(whole, mine, rows, ragged)
+                    cut = _cut(whole, mine, _Cut(rows, sizes, ragged))
                 except LookupError:
                     return mine, ragged
                 return cut, dict(_across(cut, whole, rows)) | ragged
 
 
-def _cut(
-    whole: Any, mine: Any, rows: Rows, ragged: Mapping[str, Ragged] | None = None, name: str = ""
-) -> Any:
-    """This rank's rows of the whole batch; LookupError where a part of the batch has no row for each sample."""
-    # `mine` is collated of this rank's samples alone: the dimension of the samples has another size there. `ragged` are
-    # the concatenated tensors by their places; their rows are taken if they have the same values in both batches.
-    stop = rows.start + rows.mine
+def _cut(whole: Any, mine: Any, batch: _Cut, name: str = "") -> Any:
+    """This rank's part of the whole batch; LookupError where a part of the batch has no row for each sample."""
+    # `mine` is collated of this rank's samples alone: the dimension of the samples has another size there
+    rows, ragged = batch.rows, batch.ragged
     if type(whole) is not type(mine):
         raise LookupError
-    if isinstance(whole, torch.Tensor | np.ndarray):
+    if isinstance(whole, torch.Tensor | np.ndarray) and whole.ndim:
         if ragged is not None and isinstance(whole, torch.Tensor):
             return _cut_beside(whole, mine, rows, ragged.get(name))
         return _cut_array(whole, mine, rows)
-    if isinstance(whole, Mapping) or (is_dataclass(whole) and hasattr(whole, "__dict__")):
-        return _cut_named(whole, mine, rows, ragged, name)
     if isinstance(whole, list | tuple) and len(whole) == len(mine):
         pairs = enumerate(zip(whole, mine, strict=True))
-        parts = [_cut(*pair, rows, ragged, f"{name}.{index}") for index, pair in pairs]
+        parts = [_cut(*pair, batch, f"{name}.{index}") for index, pair in pairs]
         return type(whole)(*parts) if hasattr(whole, "_fields") else type(whole)(parts)
     if type(whole) in (list, tuple) and len(whole) == rows.all:
-        return whole[rows.start : stop]
-    if whole == rows.all and mine == rows.mine:
-        return mine
-    if isinstance(whole, int | float | str | bytes | None) and (ragged is None or whole == mine):
-        return whole
+        return whole[rows.start : rows.start + rows.mine]
+    if isinstance(whole, int | float | str | bytes | None | torch.Tensor | np.ndarray | np.generic):
+        return _number(whole, mine, batch)
+    is_plain = bool(getattr(whole, "__dict__", None)) and name.count(".") < _DEEPEST
+    if isinstance(whole, Mapping) or (
+        is_plain and not isinstance(whole, type | FunctionType | torch.nn.Module)
+    ):
+        return _cut_named(whole, mine, batch, name)
     raise LookupError
 
 
-def _cut_named(whole: Any, mine: Any, rows: Rows, ragged: Mapping[str, Ragged] | None, name: str) -> Any:
-    """`_cut` for a dict or a dataclass."""
+def _number(whole: Any, mine: Any, batch: _Cut) -> Any:
+    """A count of this rank's samples or tokens, or else what the whole batch has, as its padded length."""
+    if batch.ragged is not None and whole != mine:
+        raise LookupError
+    dtype = getattr(whole, "dtype", np.dtype(type(whole) if isinstance(whole, int) else float))
+    if "int" not in str(dtype) or whole == mine:
+        return whole
+    sizes = {int(whole) + step for step in (-1, 0, 1)} & batch.sizes
+    return whole if sizes and (whole, mine) != (batch.rows.all, batch.rows.mine) else mine
+
+
+def _cut_named(whole: Any, mine: Any, batch: _Cut, name: str) -> Any:
+    """`_cut` for a dict or a plain object."""
     is_mapping = isinstance(whole, Mapping)
     parts, others = (whole, mine) if is_mapping else (vars(whole), vars(mine))
     if parts.keys() != others.keys():
         raise LookupError
     copied: Any = {} if type(whole) is dict else copy.copy(whole)
     for key, value in parts.items():
-        part = _cut(value, others[key], rows, ragged, f"{name}.{key}")
+        part = _cut(value, others[key], batch, f"{name}.{key}")
         if is_mapping:
             copied[key] = part
         else:
@@ -113,7 +134,7 @@ def _cut_array(whole: Any, mine: Any, rows: Rows) -> Any:
         if sizes == (rows.all, rows.mine):
             part = whole[(slice(None),) * dim + (slice(rows.start, rows.start + rows.mine),)]
             return part.clone() if isinstance(part, torch.Tensor) else part.copy()
-    if whole.ndim == 0 or (whole.shape == mine.shape and bool((whole == mine).all())):
+    if whole.shape == mine.shape and bool((whole == mine).all()):
         return whole
     raise LookupError
 
