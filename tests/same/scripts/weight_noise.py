@@ -1,4 +1,4 @@
-"""Noise on the weights, one draw for all ranks; the layers are as wide as a share of the batch."""
+"""Noise on the weights, one draw for all ranks, and on what they make; layers are as wide as a share of the batch."""
 
 import torch
 from torch import nn
@@ -26,9 +26,10 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         weight = self.mean + torch.randn_like(self.mean) * self.log_spread.exp()
-        return F.linear(
+        made = F.linear(
             x, F.dropout(weight, 0.1, self.training), self.bias + 0.1 * torch.randn_like(self.bias)
         )
+        return made + 0.01 * (torch.empty(made.size()).normal_(0, 1) + torch.randn(made.shape))
 
 
 model = nn.Sequential(Noisy(4, 8), nn.Tanh(), nn.Dropout(0.2), Noisy(8, 4), nn.Tanh(), Noisy(4, 1))

@@ -24,7 +24,7 @@ from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.passes import Share
-from samestep.train.script.sizes import distribution_drawn, fixed_sizes, measured
+from samestep.train.script.sizes import copied, distribution_drawn, fixed_sizes, measured
 
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _GROWN = {"expand", "repeat"}
@@ -250,9 +250,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Place(dim, batch.before, after, layout_of(probe), batch.ragged)
 
     def _probe_by_script(self, result: torch.Tensor, source: Any = None) -> torch.Tensor | None:
-        """A probe from a tensor of the same sizes: `source`, a distribution's parameters, or x in randn(len(x), 3)."""
+        """A probe from a tensor of the same sizes: `source`, a distribution's parameters, x in randn(x.shape)."""
         sizes = list(result.shape)
-        for _, like in named_tensors(distribution_drawn() if source is None else source):
+        for _, like in named_tensors(distribution_drawn() or copied() if source is None else source):
             # feature dropout makes its mask so; the guess for a distribution's parameter would ask for it again
             is_known = source is not None or self._stored_of(like) is not None
             if result.dim() > 1 and is_known and (probe := self._sized_like(result, like)) is not None:

@@ -38,12 +38,7 @@ def fixed_sizes(count: int) -> list[bool]:
     """For each of `count` sizes of the script's draw, whether it is fixed, and not the batch's."""
     # The list may be longer, where other arguments stand before the sizes. A distribution's event dimensions are fixed.
     event_dims = len(getattr(distribution_drawn(), "event_shape", ()))
-    frame, call = scripts_call()
-    # torch.empty(3).normal_() has its size in the first call
-    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        if not isinstance(call.func.value, ast.Call):
-            break
-        call = call.func.value
+    frame, call = _scripts_draw()
     if not isinstance(call, ast.Call) or not (size_args := _sizes_in(call)):
         return [index >= count - event_dims for index in range(count)]
     sizes = list(next((size.elts for size in size_args if isinstance(size, _Sizes)), size_args))
@@ -53,6 +48,16 @@ def fixed_sizes(count: int) -> list[bool]:
     # *x.shape stands for several sizes
     at = next((at for at, size in enumerate(sizes) if isinstance(size, ast.Starred)), len(sizes) - 1)
     return are_fixed[:at] + are_fixed[at : at + 1] * (missing + 1) + are_fixed[at + 1 :]
+
+
+def _scripts_draw() -> tuple[FrameType | None, ast.AST | None]:
+    """The script's call that has the sizes of a draw, and its frame: of torch.empty(3).normal_() the first call."""
+    frame, call = scripts_call()
+    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        if not isinstance(call.func.value, ast.Call):
+            break
+        call = call.func.value
+    return frame, call
 
 
 def _sizes_in(call: ast.Call) -> list[ast.expr]:
@@ -138,9 +143,18 @@ def distribution_drawn() -> Any:
 
 def measured() -> Any:
     """The tensor that the first size of the script's draw measures, as x in randn(len(x), 3); None if not known."""
-    frame, call = scripts_call()
+    frame, call = _scripts_draw()
     sizes = _sizes_in(call) if isinstance(call, ast.Call) else []
     return _source_of_length(sizes[0], frame, 0) if sizes else None
+
+
+def copied() -> Any:
+    """The tensor whose sizes the script's draw has all, as x in randn(x.shape) or empty(x.size()).normal_()."""
+    _, call = _scripts_draw()
+    match _sizes_in(call) if isinstance(call, ast.Call) else []:
+        case [ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[])]:
+            return measured()
+    return None
 
 
 def number_in_line(mine: int) -> tuple[bool, int]:
