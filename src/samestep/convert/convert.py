@@ -166,7 +166,7 @@ def _replicate(followed: Follower, script: Source) -> None:
         findings.gap(*findings.losses["sum"], _TWO_LOSSES)
     if not findings.sites:
         findings.gap(script, script.tree, _NO_MODEL)
-    if not any(edit.text == "samestep.loader" for edit in findings.edits):
+    if not any(edit.text.startswith("samestep.loader") for edit in findings.edits):
         findings.gap(script, script.tree, _NO_LOADER)
     done = set()
     for site in findings.sites:

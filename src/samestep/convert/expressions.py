@@ -7,7 +7,7 @@ from typing import Any
 
 from samestep.convert.decisions import Decisions
 from samestep.convert.project import Function, Scope
-from samestep.convert.signatures import NUMBERED, counted
+from samestep.convert.signatures import NAMED, NUMBERED, counted
 from samestep.convert.values import (
     NUMBERS,
     PAIRS,
@@ -107,8 +107,12 @@ class Expressions(Decisions):
         if name == "shape" and base.kind in ROWS:
             return self.shape(base)
         is_method = getattr(self.source.parents[node], "func", None) is node
-        if name == "size" and base.kind in ROWS and not is_method:
-            return counted(base, self.batches)  # of a NumPy array
+        if (
+            base.kind in ROWS
+            and not is_method
+            and name in (NAMED["counts"] if base.kind == Kind.BATCH else ("size",))
+        ):
+            return counted(base, self.batches)  # of an object that a collate_fn makes, or of a NumPy array
         if name in ("T", "mT", "H") and base.kind in ROWS:
             return Value(Kind.ROWS if base.kind in TURNED else Kind.COLUMNS)
         if base.kind in (*ROWS, *NUMBERS, Kind.ROW, "model"):

@@ -145,8 +145,8 @@ class Library(Rewrites, Expressions):
         last, first = name.rpartition(".")[2], (*values, Value())[0]
         if value := self._file_or_dict(name, node, values):
             return value
-        if name in LOADERS:
-            return self.made_loader(node)
+        if last.endswith("DataLoader"):
+            return self.made_loader(node, name in LOADERS)
         if name == "torch.save":
             return self.saved(node)
         if name in MEANS_OF_LISTS and first.kind == "list":

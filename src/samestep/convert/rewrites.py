@@ -17,7 +17,7 @@ _OF_LOADER += ["pin_memory", "drop_last", "timeout", "worker_init_fn", "multipro
 class Rewrites(Totals):
     """Edits calls; the same edit counts once, however often its line is followed."""
 
-    def made_loader(self, node: ast.Call) -> Value:
+    def made_loader(self, node: ast.Call, is_torchs: bool) -> Value:
         source, by_name = self.source, arguments(node, _OF_LOADER)
         self.reached.add(node)
         if reason := self.learnt.serial.get(node) or _unshared(node, by_name):
@@ -27,8 +27,11 @@ class Rewrites(Totals):
         size = by_name.get("batch_size", node)
         if isinstance(size, ast.Name | ast.Attribute | ast.Subscript):
             self.sizes.add(ast.unparse(size))
-        self.findings.edit(source.replaced(node.func, "samestep.loader"))
-        for name, argument in list(zip(_OF_LOADER, node.args, strict=False))[2:]:
+        if is_torchs:
+            self.findings.edit(source.replaced(node.func, "samestep.loader"))
+        else:  # a subclass, whose collate_fn and workers are taken over
+            self.findings.edit(*source.wrapped(node, "samestep.loader(", ")"))
+        for name, argument in list(zip(_OF_LOADER, node.args, strict=False))[2:] if is_torchs else ():
             self.findings.edit(Edit(source, source.start(argument), source.start(argument), f"{name}="))
         shuffles = getattr(by_name.get("shuffle"), "value", False)
         has_own_order = bool(shuffles) or not by_name.keys().isdisjoint({"sampler", "batch_sampler"})
