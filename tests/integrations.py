@@ -69,6 +69,13 @@ def test_a_stateful_loader_goes_on_where_its_state_says(tmp_path: Path) -> None:
         assert theirs.removeprefix("torchdata ") == ours.removeprefix("samestep  ") == "[6, 22, 38, 54, 70]"
 
 
+@pytest.mark.timeout(180)  # three runs
+def test_graphs_of_pytorch_geometric_train_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
+    alone, two, three = (on(size, tmp_path, "pyg_graphs.py") for size in (1, 2, 3))
+    assert alone == two == three
+    assert alone.count("loss") == 3
+
+
 @pytest.mark.skipif(not find_spec("timm") or not find_spec("torchvision"), reason="timm needs torchvision")
 def test_a_model_of_timm_trains_the_same_on_one_process_and_on_two(tmp_path: Path) -> None:
     alone, shared = (on(size, tmp_path, "timm_model.py") for size in (1, 2))
