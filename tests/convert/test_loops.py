@@ -393,13 +393,3 @@ def test_a_number_of_the_batch_beside_its_rows_is_totalled_alone():
     assert not _of(text).gaps
     assert "size=x.shape" in _after(text)
     assert "a = x + samestep.gather(x).std() * torch.Tensor(noise)" in _after(text)
-
-
-def test_a_loader_that_a_library_derives_from_torchs_is_taken_over_with_the_count_of_its_batches():
-    loader = "from torch_geometric.loader import DataLoader\nloader = DataLoader(data, 8, True)\n"
-    text = f"{BEGIN}{loader}total = 0\nfor batch in loader:\n    loss = F.cross_entropy(model(batch.x), batch.y)\n"
-    text += "    loss.backward()\n    optimizer.step()\n    total += loss.item() * batch.num_graphs\nprint(total)\n"
-    assert not _of(text).gaps
-    made = _after(text)
-    assert "loader = samestep.loader(DataLoader(data, 8, True))" in made
-    assert "if loader.share: total += loss.item() * batch.num_graphs\nprint(samestep.sum(total))" in made

@@ -199,3 +199,13 @@ def test_the_size_of_the_whole_batch_in_forward_is_listed(shape, is_gap):
 def test_the_length_of_a_batch_that_is_taken_apart_counts_its_parts(parts, is_count):
     lines = f"for batch in train:\n    {parts or 'x, y = take(batch)'}\n{STEP}    print(len(batch))\n"
     assert ("print(samestep.sum(len(batch)))" in _after(f"{BEGIN}{lines}")) == is_count
+
+
+def test_a_loader_that_a_library_derives_from_torchs_is_taken_over_with_the_count_of_its_batches():
+    loader = "from torch_geometric.loader import DataLoader\nloader = DataLoader(data, 8, True)\n"
+    text = f"{BEGIN}{loader}total = 0\nfor batch in loader:\n    loss = F.cross_entropy(model(batch.x), batch.y)\n"
+    text += "    loss.backward()\n    optimizer.step()\n    total += loss.item() * batch.num_graphs\nprint(total)\n"
+    assert not _of(text).gaps
+    made = _after(text)
+    assert "loader = samestep.loader(DataLoader(data, 8, True))" in made
+    assert "if loader.share: total += loss.item() * batch.num_graphs\nprint(samestep.sum(total))" in made
