@@ -203,9 +203,27 @@ def test_the_length_of_a_batch_that_is_taken_apart_counts_its_parts(parts, is_co
 
 def test_a_loader_that_a_library_derives_from_torchs_is_taken_over_with_the_count_of_its_batches():
     loader = "from torch_geometric.loader import DataLoader\nloader = DataLoader(data, 8, True)\n"
-    text = f"{BEGIN}{loader}total = 0\nfor batch in loader:\n    loss = F.cross_entropy(model(batch.x), batch.y)\n"
+    text = f"{BEGIN}{loader}total = 0\nfor batch in loader:\n    batch = batch.to('cpu')\n"
+    text += "    loss = F.cross_entropy(model(batch.x), batch.y)\n"
     text += "    loss.backward()\n    optimizer.step()\n    total += loss.item() * batch.num_graphs\nprint(total)\n"
     assert not _of(text).gaps
     made = _after(text)
     assert "loader = samestep.loader(DataLoader(data, 8, True))" in made
     assert "if loader.share: total += loss.item() * batch.num_graphs\nprint(samestep.sum(total))" in made
+
+
+METRIC = "import torchmetrics\nmetric = torchmetrics.Accuracy(task='multiclass', num_classes=3).to('cpu')\n"
+
+
+def test_a_metric_that_adds_up_its_values_over_processes_by_itself_gets_those_of_a_share():
+    lines = "model.eval()\nwith torch.no_grad():\n    for x, y in test:\n        metric.update(model(x), y)\n"
+    begin = f"{METRIC}{BEGIN}for x, y in train:\n    out = model(x)\n{STEP}"
+    text = f"{begin}    metric(out, y)\n{lines}print(metric.compute())\n"
+    assert not _of(text).gaps
+    made = _after(text)
+    assert "if train.share: metric(out, y)\n" in made
+    assert "        metric.update(model(x), y)\nprint(metric.compute())" in made
+    (gap,) = _of(f"{begin}    print(metric(out, y))\n").gaps
+    assert "the metric's value of this process's share; print metric.compute() after the loop" in gap
+    (gap,) = _of(text.replace("metric(out, y)", "metric(model(x), y)")).gaps
+    assert "counts samples twice" in gap

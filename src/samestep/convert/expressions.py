@@ -107,11 +107,7 @@ class Expressions(Decisions):
         if name == "shape" and base.kind in ROWS:
             return self.shape(base)
         is_method = getattr(self.source.parents[node], "func", None) is node
-        if (
-            base.kind in ROWS
-            and not is_method
-            and name in (NAMED["counts"] if base.kind == Kind.BATCH else ("size",))
-        ):
+        if base.kind in ROWS and name in NAMED["counts"] and not is_method:
             return counted(base, self.batches)  # of an object that a collate_fn makes, or of a NumPy array
         if name in ("T", "mT", "H") and base.kind in ROWS:
             return Value(Kind.ROWS if base.kind in TURNED else Kind.COLUMNS)
@@ -273,7 +269,14 @@ class Expressions(Decisions):
         keys = [getattr(key, "value", None) for key in node.keys]
         if {value.kind for value in values} == {Kind.ROWS}:
             return Value(Kind.BATCH)
-        kinds = {value.kind for value in values} & {"instance", "loader", "list", "function", "model"}
+        kinds = {value.kind for value in values} & {
+            "instance",
+            "loader",
+            "list",
+            "function",
+            "model",
+            "metric",
+        }
         is_known, models = bool(kinds) or any(value.is_shared for value in values), models_of(*values)
         return Value("dict", dict(zip(keys, values, strict=True)), models) if is_known else join(*values).bare
 

@@ -327,7 +327,7 @@ class Follower(Calls):
         for name, value in made:
             if value.kind == "turn":
                 self.frame.scope.names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
-            elif value.kind in ROWS and (loop.trains or loop.lends):
+            elif value.kind in ROWS and loop.kind == "batches" and (loop.trains or loop.lends):
                 remedy = f"as the last line of the loop write `{name} = samestep.gather({name})`"
                 reason = f"is of the last batch, of which this process has a part at most; {remedy}"
                 self.frame.scope.names[name] = Value(Kind.OTHER, reason)

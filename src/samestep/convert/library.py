@@ -196,6 +196,8 @@ class Library(Rewrites, Expressions):
         return bool(models_of(*values)) and is_named and not no_optimizer
 
     def _of_library(self, name: str, last: str, node: ast.Call, values: Values) -> Value:
+        if name.startswith("torchmetrics.") and last[:1].isupper():
+            return Value("metric")
         if name == "torch.autograd.grad":
             return self._gradients(node)
         if name == "torch.autograd.Variable":

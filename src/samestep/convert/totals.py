@@ -207,8 +207,9 @@ class Totals(Following):
 
     def _edits_of_call(self, node: ast.Call, value: Value) -> Edits | None:
         callee = self.known.get(node.func, Value())
-        # what ranks draw differs
-        if callee.of in ("torch.autograd.grad", "torch.randperm") or value.of == STACKS:
+        # what ranks draw differs, and a metric would count what it is given once for each rank
+        is_own = callee.of in ("torch.autograd.grad", "torch.randperm") or callee.kind == "metric"
+        if is_own or value.of == STACKS:
             return None
         if callee.of in MEANS_OF_LISTS and self.known[node.args[0]].kind == "list":
             text = self.source.text(node.args[0])
