@@ -195,13 +195,11 @@ class Expressions(Decisions):
             is_all = first.value in (None, Ellipsis) or isinstance(first.value, str)
             if first.value is None and base.kind == Kind.ROWS and not self.in_forward:
                 return Value(Kind.COLUMNS)
-        bounds = (
-            [self.value(at).kind for at in (first.lower, first.upper) if at]
-            if isinstance(first, ast.Slice)
-            else []
-        )
-        if base.kind == Kind.VIEWS and bounds and {*bounds} <= {Kind.COUNT, Kind.PART}:
-            return Value(Kind.ROWS if bounds == [Kind.COUNT] and not first.lower else Kind.VIEWS)
+        if isinstance(first, ast.Slice) and base.kind == Kind.VIEWS:
+            bounds = [self.value(at).kind for at in (first.lower, first.upper) if at]
+            if bounds and {*bounds} <= {Kind.COUNT, Kind.PART}:
+                is_first = bounds == [Kind.COUNT] and first.lower is None
+                return Value(Kind.ROWS if is_first else Kind.VIEWS)
         along = Value() if is_all else self.value(first)
         if along.kind == Kind.OTHER and along.of == NUMBERED and first is not node.slice:
             return Value(Kind.ROWS)  # an element of each row, as in x[np.arange(len(x)), y]
