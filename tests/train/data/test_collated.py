@@ -1,5 +1,6 @@
 """A batch of the script's own collate_fn is cut from the whole batch where it has rows, and else says where it lies."""
 
+import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -70,6 +71,12 @@ class Node(Padded):
         self.parent = self
 
 
-def test_an_object_that_holds_itself_is_collated_of_this_ranks_samples():
-    batch, _ = Collated(Node)((SAMPLES, MINE))
+class Kept(Padded):
+    def __copy__(self):
+        raise TypeError("cannot be copied")
+
+
+@pytest.mark.parametrize("kind", [Node, Kept])
+def test_an_object_that_holds_itself_or_cannot_be_copied_is_collated_of_this_ranks_samples(kind):
+    batch, _ = Collated(kind)((SAMPLES, MINE))
     assert torch.equal(batch.texts, pad_sequence(SAMPLES[MINE]))

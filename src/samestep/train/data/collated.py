@@ -106,7 +106,10 @@ def _cut_named(whole: Any, mine: Any, batch: _Cut, name: str) -> Any:
     parts, others = (whole, mine) if is_mapping else (vars(whole), vars(mine))
     if parts.keys() != others.keys():
         raise LookupError
-    copied: Any = {} if type(whole) is dict else copy.copy(whole)
+    try:
+        copied: Any = {} if type(whole) is dict else copy.copy(whole)
+    except Exception as error:  # as an object refuses that holds a file or a lock
+        raise LookupError from error
     for key, value in parts.items():
         part = _cut(value, others[key], batch, f"{name}.{key}")
         if is_mapping:
