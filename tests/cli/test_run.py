@@ -327,6 +327,12 @@ def test_a_module_that_is_not_there_is_refused_before_any_process_starts(home):
     assert err.startswith(f"samestep: there is no module 'missing' in {home} or among the packages of ")
     assert not (home / "runs").exists()
     assert run(home, "-n2", "-m", "show") == (0, "0 2\n", "")
+    (home / "package").mkdir()
+    (home / "package" / "__init__.py").touch()
+    code, _, err = run(home, "-n2", "-m", "package")
+    assert (code, "package is a package without a __main__.py; write -m package.train" in err) == (2, True)
+    (home / "package" / "__main__.py").write_text("print('main')")
+    assert run(home, "-n1", "-m", "package") == (0, "main\n", "")
 
 
 def test_more_than_two_processes_of_a_core_get_a_line_and_those_of_a_scheduler_do_not(home):

@@ -231,15 +231,20 @@ def check_module(name: str) -> None:
     top, path = name.partition(".")[0], sys.path
     sys.path = [os.getcwd(), *path]
     try:
-        is_there = importlib.util.find_spec(top) is not None
+        spec = importlib.util.find_spec(top)
     except ValueError:  # the name is empty, or that of a module without a spec
-        is_there = True
+        return
     finally:
         sys.path = path
-    if not is_there:
+    if spec is None:
         raise UsageError(
             f"there is no module {top!r} in {Path.cwd()} or among the packages of {sys.executable}; install it, or "
             "change to the directory that holds it"
+        )
+    places = [Path(place) for place in spec.submodule_search_locations or ()]
+    if name == top and places and not any([*place.glob("__main__.*")] for place in places):
+        raise UsageError(
+            f"{top} is a package without a __main__.py; write -m {top}.train, or what its module is named"
         )
 
 

@@ -26,7 +26,7 @@ from samestep.placement.place import Placement, by_hand, exports, this_process
 from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.listen import LOOP, allow_descriptors
 from samestep.rendezvous.member import say
-from samestep.text import name_ranks
+from samestep.text import duration, name_ranks
 from samestep.train.group import rendezvous
 from samestep.train.group.device import overlaps, take_device, uuid_of
 from samestep.train.group.group import Group, open_pulse, restore_environment
@@ -91,26 +91,27 @@ def init(
         device = samestep.init().device
         model = Net().to(device)
     """
+    if not isinstance(timeout, timedelta):
+        raise UsageError(
+            f"timeout={timeout!r} is not a timedelta; write timedelta(seconds={timeout})"
+            if isinstance(timeout, int | float)
+            else f"timeout={timeout!r} is not a timedelta; write timedelta(minutes=10)"
+        )
     if _group is None:
         if rank is not None or size is not None:
             os.environ.update(by_hand(rank, size, rendezvous))
         backend = os.environ.get("SAMESTEP_BACKEND") or backend
         if backend is not None:
             _check_backend(backend)
-        if not isinstance(timeout, timedelta):
-            raise UsageError(
-                f"timeout={timeout!r} is not a timedelta; write timedelta(seconds={timeout})"
-                if isinstance(timeout, int | float)
-                else f"timeout={timeout!r} is not a timedelta; write timedelta(minutes=10)"
-            )
         try:
             _open(backend, timeout)
         except SamestepError as error:
             raise error.with_traceback(None) from None  # it says all; the frames of samestep say nothing more
     elif timeout not in (timedelta(minutes=10), _group.timeout):
         raise UsageError(
-            f"init got timeout={timeout!r}, and this process is in a group with {_group.timeout!r} already: an earlier "
-            "init, loader or replicate has joined it; call init with the timeout before them"
+            f"init got a timeout of {duration(timeout.total_seconds())}, and this process has joined its group with "
+            f"{duration(_group.timeout.total_seconds())}, in an earlier init, loader or replicate; call init with the "
+            "timeout before them"
         )
     return joined().world  # type: ignore[no-any-return]
 
