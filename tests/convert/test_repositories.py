@@ -227,3 +227,32 @@ def test_a_metric_that_adds_up_its_values_over_processes_by_itself_gets_those_of
     assert "the metric's value of this process's share; print metric.compute() after the loop" in gap
     (gap,) = _of(text.replace("metric(out, y)", "metric(model(x), y)")).gaps
     assert "counts samples twice" in gap
+
+
+OF_LIBRARY = (
+    "from transformers import BertConfig, BertForSequenceClassification as Bert\nfrom peft import get_peft_model\n"
+    "model = Bert(BertConfig(num_labels=3))\n{}optimizer = torch.optim.SGD([p for p in model.parameters()], 0.1)\n"
+    "total = 0\nfor batch in train:\n    batch = {{k: v.to('cpu') for k, v in batch.items()}}\n    {}\n"
+    "    loss.backward()\n    optimizer.step()\n    total += loss.item()\nprint(total)\n"
+)
+
+
+@pytest.mark.parametrize("wrapped", ["", "model = get_peft_model(model, settings)\n"])
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "outputs = model(**batch)\n    loss = outputs.loss",
+        "loss = model(**batch)['loss']",
+        "loss, logits = model(**batch)[:2]",
+        "loss = model(**batch)[0]",
+        "loss = model(batch['x'])",
+    ],
+)
+def test_the_loss_that_a_model_of_a_library_computes_itself_is_taken_for_a_mean_and_noted(wrapped, taken):
+    text = BEGIN[: BEGIN.index("model =")] + OF_LIBRARY.format(wrapped, taken)
+    assert not _of(text).gaps
+    (note,) = [note for note in _of(text).notes if "the model computes this loss itself" in note]
+    assert "docs/losses.md" in note
+    made = _after(text)
+    assert "total += loss.item() * train.share\nprint(samestep.sum(total))" in made
+    assert 'loss="sum"' not in made

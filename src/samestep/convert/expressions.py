@@ -107,8 +107,8 @@ class Expressions(Decisions):
         if name == "shape" and base.kind in ROWS:
             return self.shape(base)
         is_method = getattr(self.source.parents[node], "func", None) is node
-        if base.kind in ROWS and name in NAMED["counts"] and not is_method:
-            return counted(base, self.batches)  # of an object that a collate_fn makes, or of a NumPy array
+        if base.kind in ROWS and name in NAMED["field"] and not is_method:
+            return self.loss_of_model(node) if name == "loss" else counted(base, self.batches)
         if name in ("T", "mT", "H") and base.kind in ROWS:
             return Value(Kind.ROWS if base.kind in TURNED else Kind.COLUMNS)
         if base.kind in (*ROWS, *NUMBERS, Kind.ROW, "model"):
@@ -167,6 +167,8 @@ class Expressions(Decisions):
             if isinstance(node.slice, ast.Slice) and node.slice.lower is not None:
                 return join(*(part for key, part in base.of.items() if key != 0))
             return base if isinstance(node.slice, ast.Slice) else self.part_of(base, key)
+        if base.kind == Kind.ROWS and key == "loss":
+            return self.loss_of_model(node)
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS):
             return self.rows_at(node, base, index)
         if base.kind == Kind.ALIKE and index.is_shared:

@@ -2,11 +2,10 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
-from samestep.convert.expressions import Expressions
-from samestep.convert.rewrites import LOADERS, Rewrites, arguments, asks_for_file
+from samestep.convert.rewrites import LOADERS, arguments, asks_for_file
 from samestep.convert.signatures import (
     CHOSEN,
     DIMENSIONS,
@@ -24,8 +23,9 @@ from samestep.convert.signatures import (
     over_rows,
     turns,
 )
-from samestep.convert.source import Edit, name_of, takes_apart, values_given
-from samestep.convert.totals import MADE_OF_SHARE, MEANS_OF_LISTS
+from samestep.convert.source import Edit, takes_apart, values_given
+from samestep.convert.totals import MEANS_OF_LISTS
+from samestep.convert.unknown import Unknown
 from samestep.convert.values import (
     NUMBERS,
     ROWS,
@@ -38,7 +38,6 @@ from samestep.convert.values import (
     key_of,
     models_of,
     other,
-    rows_of,
 )
 
 _FUNCTIONAL = re.compile(r"torch\.(nn\.functional|special|linalg|fft|distributions)\.")
@@ -48,11 +47,10 @@ _SIZED_FIRST = {"zeros", "ones", "empty", "full", "rand", "randn", "random"}  # 
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 
 
-class Library(Rewrites, Expressions):
+class Library(Unknown):
     """The value of a call whose body is not followed."""
 
     optimizes: Callable[..., Value]
-    parameters: Callable[[ast.Call], Value]
 
     def fields(self, node: ast.Call, text: ast.Constant) -> None:
         """Total the attributes that a format string reads: `"{top1.avg}".format(top1=top1)`."""
@@ -211,9 +209,15 @@ class Library(Rewrites, Expressions):
             is_class, self.copies[self.key(node)] = True, (self.source, node)
         if last == "update_bn":  # calls the model in train mode
             self.called_to_train |= {key_of(value) for value in values if self.is_model(value)}
-        if is_class or name.startswith(_MODELS) or last == "from_pretrained":
+        if last == "get_peft_model":
+            return values[0]
+        is_class |= name.startswith(_MODELS) and not last.endswith("Config")
+        if is_class or last == "from_pretrained":
             layers = [part for value in values for part in value.opened if self.is_model(part)]
-            self.layers[self.key(node)] = (last == "Sequential", layers)
+            self.layers[self.key(node)] = (
+                last == "Sequential",
+                layers if name.startswith("torch.nn.") else [],
+            )
             return Value("model", self.key(node), models_of(*values))
         return self.opaque(node, values)
 
@@ -352,48 +356,3 @@ class Library(Rewrites, Expressions):
             scope = replace(first.of.scope, names={**first.of.scope.names})
             return Value("instance", replace(first.of, key=self.key(node), scope=scope))
         return Value("model", self.key(node)) if self.is_model(first) else first
-
-    def _uses(self, values: Values, node: ast.Call) -> Iterator[Value]:
-        """The results of lambdas among the arguments that depend on a share, as they capture values."""
-        known = set(self.findings.alike)
-        for function in [value.of for value in values if value.kind == "function"]:
-            result = self.run(function, [function.bound] if function.bound else [], {}, node)
-            if isinstance(function.node, ast.Lambda) and result.is_shared:
-                self.known[function.node] = replace(result, edits=None)
-                yield result
-        self.findings.alike = known
-
-    def opaque(self, node: ast.Call, values: Values) -> Value:
-        """The value of an unknown function; a call whose result is unused gets totals as its arguments."""
-        if name_of(node) in ("parameters", "named_parameters"):
-            # the object is a model, whatever made it
-            self.bind(node.func.value, Value("model", self.key(node)))  # type: ignore[attr-defined]
-            return self.parameters(node)
-        if name_of(node) == "open":
-            return self._file(node)
-        if name_of(node) in NAMED["spread"] and Kind.COUNT in {value.kind for value in values}:
-            return Value(Kind.VIEWS if name_of(node) == "repeat_interleave" else Kind.ROWS)
-        values = [*values, *self._uses(values, node)]
-        is_statement = isinstance(self.source.parents.get(node), ast.Expr)
-        given = values_given(node)
-        expressions = [value.value if isinstance(value, ast.Starred) else value for value in given]
-        if is_statement or name_of(node) == "format":
-            values = [*values, *map(self.shown, expressions)]
-        if not any(value.is_shared for value in values):
-            self.seen_alike(node)
-            return Value(models=models_of(*values))
-        if name_of(node) in NAMED["bar"] and not self.may_total():
-            self.findings.note(self.source, node, "the progress bar shows numbers of rank 0's share")
-            return Value()
-        if is_statement:
-            for value in expressions:
-                self.total(value)
-            return Value()
-        kinds = {value.kind for value in values if value.is_shared}
-        if self.in_forward and kinds <= {*ROWS, Kind.COUNT}:
-            return rows_of(kinds)
-        name = ast.unparse(node.func)
-        reason = f"is {name}(...) of this process's values; after the loop take {name}(...) of samestep.gather(...)"
-        lost = [value for value in values if value.kind == Kind.OTHER and value.edits is None]
-        reason = other(MADE_OF_SHARE if name_of(node) == "format" else reason, *lost).of
-        return Value(Kind.OTHER, reason, models_of(*values))

@@ -9,6 +9,10 @@ from samestep.convert.source import elements_added, name_of
 from samestep.convert.totals import Totals
 from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, models_of, other
 
+_OWN_LOSS = (
+    "the model computes this loss itself, and it is taken for a mean over samples; for one over tokens, of which "
+    "samples have unlike numbers, see docs/losses.md"
+)
 _HOLDS = "holds values of this process's share"
 
 
@@ -20,8 +24,14 @@ class Names(Totals):
         target = target.value if isinstance(target, ast.Starred) else target
         if isinstance(target, ast.Tuple | ast.List):
             for index, part in enumerate(target.elts):
-                self.bind(part, self.part_of(value, index, len(target.elts)))
+                is_loss = self._is_loss_of_model(part, value, node)
+                self.bind(
+                    part,
+                    self.loss_of_model(part) if is_loss else self.part_of(value, index, len(target.elts)),
+                )
             return
+        if self._is_loss_of_model(target, value, node):
+            value = self.loss_of_model(target)
         scope, name = self.place_of(target)
         if isinstance(target, ast.Subscript):
             holder, container = self.place_of(target.value)
@@ -46,6 +56,19 @@ class Names(Totals):
         late = (node,) if node is not None and value.edits else None
         edits = late if value.kind == Kind.VIEWS else value.edits
         scope.names[name] = replace(value, since=self.since, origin=origin, edits=edits)
+
+    def loss_of_model(self, node: ast.AST) -> Value:
+        """The loss that a model of a library computes itself: it is taken for a mean over the samples."""
+        self.findings.note(self.source, node, _OWN_LOSS)
+        return Value(Kind.MEAN, self.batches)
+
+    def _is_loss_of_model(self, target: ast.AST, value: Value, node: ast.expr | None) -> bool:
+        """Whether a name says that it gets the loss that a model of a library computes itself."""
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        is_of_model = isinstance(node, ast.Call) and self.known.get(node.func, Value()).kind == "model"
+        is_named = isinstance(target, ast.Name) and "loss" in target.id.lower()
+        return is_of_model and is_named and value.kind in (Kind.ROWS, Kind.OTHER) and self.batches is not None
 
     def adds_elements(self, target: ast.expr, node: ast.expr) -> bool:
         """Follow the addition of a list's own number to each of its elements, if this is one."""

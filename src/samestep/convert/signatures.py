@@ -23,7 +23,7 @@ _TABLE = """
 mean        mean nanmean average
 sum         sum nansum count_nonzero bincount histc
 count       nelement numel
-counts      size num_graphs batch_size
+field       size num_graphs batch_size loss
 fact        dim ndimension get_device is_floating_point hasattr isinstance callable id is_tensor
 statistic   max min amax amin std var median mode norm prod argmax argmin any all topk sort kthvalue unique quantile
 statistic   cov corrcoef logsumexp std_mean argsort msort nanmedian nanquantile unique_consecutive
