@@ -29,7 +29,7 @@ START = """
 
 def test_init_says_who_this_is_and_says_it_again(world):
     assert samestep.init() is world is samestep.init(backend="gloo")
-    with pytest.raises(UsageError, match=r"timeout=.*seconds=5.*in a group with .*before them"):
+    with pytest.raises(UsageError, match=r"a timeout of 5.0 s, .* its group with .* before them"):
         samestep.init(timeout=timedelta(seconds=5))
     assert list(vars(world)) == FACTS
     assert (world.size, world.local_size, world.node, world.nodes) == (world.local_size, world.size, 0, 1)

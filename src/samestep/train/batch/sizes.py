@@ -206,6 +206,8 @@ class BatchSizes:
             probes[3] = probes[0].shape[0]
         elif name == "affine_grid_generator":
             probes[1] = [probes[0].shape[0], *probes[1][1:]]
+        elif name == "bmm" and self.samples.mine == 1 and probes[0].shape[2] != args[0].shape[2]:
+            raise LookupError  # einsum lays a size of 1 into any other, so this need not be a sum over the samples
         result = func(*probes, **kwargs)
         return self._concatenated(result, args[0], probes[0], *args[1:]) if name == "cat" else result
 
