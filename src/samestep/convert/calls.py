@@ -30,7 +30,7 @@ _WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode")
 MOST_STATEMENTS = 100_000  # to follow; a longer script is not followed to its end
 _DEEPEST = 25  # calls inside each other
 _CARRIED = "is made for a whole batch; begin with None, and in the loop make it for x.size(0) samples"
-_TAKING = {"update", "forward", "metric"}  # methods of a metric that take values
+_TAKING = {"update", "forward"}  # methods of a metric that take values
 _BORROWED = (
     "in a last batch with fewer samples than processes this counts samples twice; call the model in a line before it, "
     "and this as a statement in the loop over the loader"

@@ -171,7 +171,7 @@ class Library(Unknown):
         sizes += node.args[:1] if name in _SIZED_FIRST else node.args[2:]
         return any(self.part_of(self.known[size], 0).kind == Kind.COUNT for size in sizes)
 
-    def _file(self, node: ast.Call) -> Value:
+    def file_opened(self, node: ast.Call) -> Value:
         around = [(frame.caller.source, frame.call) for frame in self.frames if frame.call and frame.caller]
         is_cached = any(asks_for_file(*place) for place in ((self.source, node), *around))
         self.opened[node] = self.opened.get(node, True) and self.may_total() and not is_cached
@@ -183,7 +183,7 @@ class Library(Unknown):
         if name.startswith("tempfile."):
             return Value("own")
         if name in ("builtins.open", "io.BytesIO"):
-            return self._file(node)
+            return self.file_opened(node)
         is_dict = last in ("dict", "OrderedDict") and bool(keys) and not node.args
         return Value("dict", dict(zip(keys, values, strict=True)), models_of(*values)) if is_dict else None
 

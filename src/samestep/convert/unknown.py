@@ -16,7 +16,7 @@ class Unknown(Rewrites, Expressions):
     """The value of a call of which only the arguments are known."""
 
     parameters: Callable[[ast.Call], Value]
-    _file: Callable[[ast.Call], Value]
+    file_opened: Callable[[ast.Call], Value]
 
     def _uses(self, values: Values, node: ast.Call) -> Iterator[Value]:
         """The results of lambdas among the arguments that depend on a share, as they capture values."""
@@ -35,7 +35,7 @@ class Unknown(Rewrites, Expressions):
             self._is_now_a_model(node.func.value, node)  # type: ignore[attr-defined]
             return self.parameters(node)
         if name_of(node) == "open":
-            return self._file(node)
+            return self.file_opened(node)
         if name_of(node) in NAMED["spread"] and Kind.COUNT in {value.kind for value in values}:
             return Value(Kind.VIEWS if name_of(node) == "repeat_interleave" else Kind.ROWS)
         values = [*values, *self._uses(values, node)]

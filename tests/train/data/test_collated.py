@@ -80,3 +80,10 @@ class Kept(Padded):
 def test_an_object_that_holds_itself_or_cannot_be_copied_is_collated_of_this_ranks_samples(kind):
     batch, _ = Collated(kind)((SAMPLES, MINE))
     assert torch.equal(batch.texts, pad_sequence(SAMPLES[MINE]))
+
+
+def test_the_number_of_samples_beside_what_lies_end_to_end_is_this_ranks():
+    collate = Collated(lambda samples: {"nodes": torch.cat(samples), "graphs": len(samples)})
+    batch, ragged = collate((SAMPLES, MINE))
+    assert (batch["graphs"], len(batch["nodes"])) == (1, 3)
+    assert ragged == {".nodes": Ragged(0, Rows(3, 2, 12))}

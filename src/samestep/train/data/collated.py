@@ -91,13 +91,15 @@ def _cut(whole: Any, mine: Any, batch: _Cut, name: str = "") -> Any:
 
 def _number(whole: Any, mine: Any, batch: _Cut) -> Any:
     """A count of this rank's samples or tokens, or else what the whole batch has, as its padded length."""
-    if batch.ragged is not None and whole != mine:
+    if whole == mine or (whole, mine) == (batch.rows.all, batch.rows.mine):
+        return mine
+    if batch.ragged is not None:
         raise LookupError
     dtype = getattr(whole, "dtype", np.dtype(type(whole) if isinstance(whole, int) else float))
-    if "int" not in str(dtype) or whole == mine:
-        return whole
-    sizes = {int(whole) + step for step in (-1, 0, 1)} & batch.sizes
-    return whole if sizes and (whole, mine) != (batch.rows.all, batch.rows.mine) else mine
+    is_length = (
+        bool({int(whole) + step for step in (-1, 0, 1)} & batch.sizes) if "int" in str(dtype) else True
+    )
+    return whole if is_length else mine
 
 
 def _cut_named(whole: Any, mine: Any, batch: _Cut, name: str) -> Any:
