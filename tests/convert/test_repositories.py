@@ -256,3 +256,14 @@ def test_the_loss_that_a_model_of_a_library_computes_itself_is_taken_for_a_mean_
     made = _after(text)
     assert "total += loss.item() * train.share\nprint(samestep.sum(total))" in made
     assert 'loss="sum"' not in made
+
+
+def test_a_loader_that_next_trains_through_a_generator_is_shared_also_where_numbers_have_no_total():
+    loaders = "batches = endless(DataLoader(data, 8, drop_last=True))\nheld = endless(DataLoader(data, 8))\n"
+    step = "    for _ in range(2):\n        val = model(next(batches))\n        (val / 2).backward()\n"
+    step += "    print(f'{val.item()}')\n    if step % 2 == 0:\n        with torch.no_grad():\n"
+    step += "            val = model(next(held))\n            print(f'{val.item()}')\n"
+    begin = BEGIN.replace("model = nn.Linear(4, 3)", "from library import Net\nmodel = Net()")
+    endless = ENDLESS.replace("yield from loader", "for batch in loader:\n            yield batch")
+    made = _after(f"{begin}{endless}{loaders}for step in range(9):\n{step}")
+    assert "endless(samestep.loader(data, 8, drop_last=True))" in made

@@ -41,15 +41,15 @@ def follow(script: Source, find: Find) -> "Follower":
     follower = _followed(script, find, Learnt())
     places: dict[Any, dict[ast.expr, None]] = {}  # the loaders that a function or statement evaluates
     for loop in follower.passes:
-        trains = any(other.trains for other in follower.passes if other.call is loop.call)
-        if loop.call is not None and not trains:
+        if loop.call and not any(other.trains for other in follower.passes if other.call is loop.call):
             places.setdefault(loop.frame.function or loop.frame.statement, {})[loop.call] = None
     for calls in places.values():
         if not (gaps := follower.findings.gaps):
             break
-        learnt = Learnt(serial={**follower.learnt.serial, **dict.fromkeys(calls, _NO_TOTAL)})
+        learnt = Learnt(serial=follower.learnt.serial | dict.fromkeys(calls, _NO_TOTAL))
         serial_follower = _followed(script, find, learnt)
-        if len(serial_follower.findings.gaps) < len(gaps):
+        # a generator's loader may train by next()
+        if len(found := serial_follower.findings.gaps) < len(gaps) and _NOT_SHARED not in found.values():
             serial_follower.explain(calls, gaps)
             follower = serial_follower
     return follower
