@@ -1,6 +1,7 @@
 """`samestep convert` makes shown objects, and predictions of a pass, those of the whole batch or data set."""
 
 import re
+from pathlib import Path
 
 import pytest
 from convert.test_convert import BEGIN, EVALUATE, METER, STEP, _after, _of, _place  # noqa: F401
@@ -343,16 +344,8 @@ def test_a_number_is_totalled_in_a_text_that_also_shows_what_has_no_total(line):
     assert "`r` is filled by this process's samples" in str(_of(text).gaps)
 
 
-_ADDS_BY_POSITION = """
-class Sums:
-    def __init__(self, count):
-        self.held = [0.0] * count
-    def add(self, *numbers):
-        self.held = [old + float(new) for old, new in zip(self.held, numbers)]
-    def __getitem__(self, at):
-        return self.held[at]
-sums = Sums(2)
-"""
+_SUMS = Path(__file__, "../scripts/sums_by_position.py").resolve().read_text()
+_ADDS_BY_POSITION = _SUMS[_SUMS.index("class Sums") : _SUMS.index("class Curves")] + "sums = Sums(2)\n"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ _WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode")
 MOST_STATEMENTS = 100_000  # to follow; a longer script is not followed to its end
 _DEEPEST = 25  # calls inside each other
 _CARRIED = "is made for a whole batch; begin with None, and in the loop make it for x.size(0) samples"
-_TAKING = {"update", "forward"}  # methods of a metric that take values
 _BORROWED = (
     "in a last batch with fewer samples than processes this counts samples twice; call the model in a line before it, "
     "and this as a statement in the loop over the loader"
@@ -51,21 +50,25 @@ class Calls(Library):
             receiver = node.func.value  # type: ignore[attr-defined]
             self.findings.edit(Edit(self.source, self.source.end(receiver), self.source.end(node.func), ""))
             return self._call_of_object(base, node, *self._arguments(node))
-        if base.kind in ("loss", "metric") and name not in _TAKING:
-            return base if base.kind == "loss" or name not in ("compute", "reset") else Value()
+        if base.kind == "loss":
+            return base
+        if base.kind == "metric":
+            return self._of_metric(base, node, name)
         if name == "format" and isinstance(text := node.func.value, ast.Constant):  # type: ignore[attr-defined]
             self.fields(node, text)
         if base.kind in _DATA or (base.kind == Kind.ALIKE and name in NAMED["list"] | NAMED["looked"]):
             return self.method(node, base, name).bare
-        callee = self.value(node.func) if base.kind != "metric" else base
+        callee = self.value(node.func)
         if callee.kind == "metric":
-            return self._of_metric(node, name)
+            return self._of_metric(callee, node, "forward")
         if callee.kind == "external":
             return self.external(str(callee.of), node).bare
         return self._of_ours(callee, node, *self._arguments(node))
 
-    def _of_metric(self, node: ast.Call, name: str) -> Value:
+    def _of_metric(self, metric: Value, node: ast.Call, name: str) -> Value:
         """What a metric of torchmetrics gives for a share; it adds up its own values over the processes at the end."""
+        if name not in ("update", "forward"):
+            return Value() if name in ("compute", "reset") else metric
         values = [self.value(given) for given in values_given(node)]
         is_unused = name == "update" or isinstance(self.source.parents.get(node), ast.Expr)
         is_given = self.batches is not None and any(value.is_shared for value in values)

@@ -27,6 +27,7 @@ from samestep.convert.values import (
 
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
 _OF_PATHS = (ast.Call, ast.BinOp, ast.JoinedStr, ast.FormattedValue, ast.Attribute)
+_OBJECTS = {"instance", "loader", "list", "function", "model", "metric"}
 _TEXTS = ("__format__", "__str__", "__repr__")
 
 
@@ -276,15 +277,10 @@ class Expressions(Decisions):
         keys = [getattr(key, "value", None) for key in node.keys]
         if {value.kind for value in values} == {Kind.ROWS}:
             return Value(Kind.BATCH)
-        kinds = {value.kind for value in values} & {
-            "instance",
-            "loader",
-            "list",
-            "function",
-            "model",
-            "metric",
-        }
-        is_known, models = bool(kinds) or any(value.is_shared for value in values), models_of(*values)
+        is_known, models = (
+            any(value.kind in _OBJECTS or value.is_shared for value in values),
+            models_of(*values),
+        )
         return Value("dict", dict(zip(keys, values, strict=True)), models) if is_known else join(*values).bare
 
     def _starred(self, node: ast.Starred | ast.NamedExpr) -> Value:

@@ -213,11 +213,9 @@ class Library(Unknown):
             return values[0]
         is_class |= name.startswith(_MODELS) and not last.endswith("Config")
         if is_class or last == "from_pretrained":
-            layers = [part for value in values for part in value.opened if self.is_model(part)]
-            self.layers[self.key(node)] = (
-                last == "Sequential",
-                layers if name.startswith("torch.nn.") else [],
-            )
+            held = values if name.startswith("torch.nn.") else []
+            layers = [part for value in held for part in value.opened if self.is_model(part)]
+            self.layers[self.key(node)] = (last == "Sequential", layers)
             return Value("model", self.key(node), models_of(*values))
         return self.opaque(node, values)
 

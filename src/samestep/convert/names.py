@@ -72,8 +72,10 @@ class Names(Totals):
 
     def adds_elements(self, target: ast.expr, node: ast.expr) -> bool:
         """Follow the addition of a list's own number to each of its elements, if this is one."""
-        values, name, added = elements_added(node, target) or (None, None, None)
-        if name is None or added is None or (given := self.value(values)).kind != "list":
+        if (found := elements_added(node, target)) is None:
+            return False
+        values, name, added = found
+        if (given := self.value(values)).kind != "list":
             return False
         place, scope = self.place_of(target), self.frame.scope
         self.frame.scope = Scope(scope)

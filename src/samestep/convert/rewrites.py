@@ -29,10 +29,10 @@ class Rewrites(Totals):
             self.sizes.add(ast.unparse(size))
         if is_torchs:
             self.findings.edit(source.replaced(node.func, "samestep.loader"))
+            for name, argument in list(zip(_OF_LOADER, node.args, strict=False))[2:]:
+                self.findings.edit(Edit(source, source.start(argument), source.start(argument), f"{name}="))
         else:  # a subclass, whose collate_fn and workers are taken over
             self.findings.edit(*source.wrapped(node, "samestep.loader(", ")"))
-        for name, argument in list(zip(_OF_LOADER, node.args, strict=False))[2:] if is_torchs else ():
-            self.findings.edit(Edit(source, source.start(argument), source.start(argument), f"{name}="))
         shuffles = getattr(by_name.get("shuffle"), "value", False)
         has_own_order = bool(shuffles) or not by_name.keys().isdisjoint({"sampler", "batch_sampler"})
         origin = None if has_own_order else (node, source, ())

@@ -23,10 +23,10 @@ _DEEPEST = 4  # of objects in a batch, which may refer to each other
 
 
 class _Cut(NamedTuple):
-    """What is known where a batch is cut: this rank's rows, and the sizes of the whole batch's tensors."""
+    """What is known where a batch is cut: this rank's rows, and the whole batch."""
 
     rows: Rows
-    sizes: frozenset[int]
+    whole: Any
     # the concatenated tensors by their places; their rows are taken if they have the same values in both batches
     ragged: Mapping[str, Ragged] | None = None
 
@@ -47,9 +47,8 @@ class Collated:
         with streams_kept():
             rows = Rows(part.stop - part.start, part.start, len(samples))
             mine = self._collate(samples[part])
-            sizes = frozenset(size for _, tensor in named_tensors(whole) for size in tensor.shape)
             try:
-                cut = _cut(whole, mine, _Cut(rows, sizes))
+                cut = _cut(whole, mine, _Cut(rows, whole))
                 return cut, dict(_across(cut, whole, rows))
             except LookupError:
                 before = self._collate(samples[: part.start]) if part.start else None
@@ -57,7 +56,7 @@ class Collated:
                     name: laid for name, laid in _concatenated(before, mine, whole) if laid.rows != rows
                 }
                 try:
-                    cut = _cut(whole, mine, _Cut(rows, sizes, ragged))
+                    cut = _cut(whole, mine, _Cut(rows, whole, ragged))
                 except LookupError:
                     return mine, ragged
                 return cut, dict(_across(cut, whole, rows)) | ragged
@@ -95,11 +94,11 @@ def _number(whole: Any, mine: Any, batch: _Cut) -> Any:
         return mine
     if batch.ragged is not None:
         raise LookupError
-    dtype = getattr(whole, "dtype", np.dtype(type(whole) if isinstance(whole, int) else float))
-    is_length = (
-        bool({int(whole) + step for step in (-1, 0, 1)} & batch.sizes) if "int" in str(dtype) else True
-    )
-    return whole if is_length else mine
+    is_integer = isinstance(whole, int) and not isinstance(whole, bool)
+    if not (is_integer or "int" in str(getattr(whole, "dtype", ""))):
+        return whole
+    sizes = {size for _, tensor in named_tensors(batch.whole) for size in tensor.shape}
+    return mine if sizes.isdisjoint(int(whole) + step for step in (-1, 0, 1)) else whole
 
 
 def _cut_named(whole: Any, mine: Any, batch: _Cut, name: str) -> Any:

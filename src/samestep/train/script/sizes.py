@@ -150,10 +150,13 @@ def measured() -> Any:
 
 def copied() -> Any:
     """The tensor whose sizes the script's draw has all, as x in randn(x.shape) or empty(x.size()).normal_()."""
-    _, call = _scripts_draw()
+    frame, call = _scripts_draw()
     match _sizes_in(call) if isinstance(call, ast.Call) else []:
-        case [ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[])]:
-            return measured()
+        case [
+            ast.Attribute(attr="shape", value=tensor)
+            | ast.Call(func=ast.Attribute(attr="size", value=tensor), args=[])
+        ]:
+            return _source_of_length(tensor, frame, 0)
     return None
 
 
