@@ -6,25 +6,26 @@ same (8, 100) and uses rows 4 to 7. A draw that does not have the batch, such as
 
 Covered: torch's kernels on a CPU and on CUDA, and NumPy's and Python's functions (host.py).
 Not covered, with a remark where it happens: draws whose number of values depends on their input (gamma, Poisson, …), a
-permutation of the share's length, fused attention with dropout, compiled graphs.
+permutation of the share's length, compiled graphs.
 """
 
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from samestep.text import name_ranks
 from samestep.train import streams
-from samestep.train.batch.mixing import arguments_of
 from samestep.train.batch.parts import FOR_ALL, Line, Part, Places, of_permutation
 from samestep.train.batch.sizes import Place
 from samestep.train.batch.watching import Watching
 from samestep.train.draws.host import DrawsOfHost, OneByOne
 from samestep.train.draws.skipping import Skipping
+from samestep.train.draws.whole import ATTENTION, RECURRENT, WholeCalls
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.nested import memory_of
@@ -37,13 +38,11 @@ _FILLS = (
     *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
     *("random_", "random_.from", "random_.to"),
 )
-_ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 _DEPENDENT = (
     *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_"),
-    *("_cudnn_rnn", *_ATTENTION),
 )
 # operations that draw for activations, and never to initialise or disturb weights
-_OF_ACTIVATIONS = ("bernoulli_.float", "native_dropout", "multinomial")
+_OF_ACTIVATIONS = ("bernoulli_.float", "native_dropout", "multinomial", *ATTENTION)
 _CALL = "samestep's random streams"
 
 
@@ -65,6 +64,7 @@ class Draws(Member):
         self._one_by_one = OneByOne(self._share_drawn, self.watching.may_be_samples, self.say_other)
         self._of_host = DrawsOfHost(self._share_drawn, self._part_by_shape, self._one_by_one, self.say_other)
         self._skipping = Skipping()
+        self._whole = WholeCalls(self._part, self._quiet, self.say_other)
 
     def begin(self) -> None:
         """Collective. From now on all ranks draw the serial script's numbers."""
@@ -120,6 +120,9 @@ class Draws(Member):
         self._replace("randperm.generator_out", key, self._randperm)
         for name in _DEPENDENT:
             self._replace(name, key, self._remarked(name))
+        for name in (*ATTENTION, RECURRENT):
+            self._replace(name, key, partial(self._whole.forward, name))
+            self._replace(f"{name}_backward", key, partial(self._whole.backward, name))
 
     def _replace(self, name: str, key: str, function: Callable[..., Any]) -> None:
         try:
@@ -233,11 +236,8 @@ class Draws(Member):
 
     def _remarked(self, name: str) -> Callable[..., Any]:
         def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
-            given = arguments_of(getattr(torch.ops.aten, name).default, args, kwargs)
-            if given.get("dropout_p", given.get("dropout", 1.0)) and self._part(name, args[0]) is not None:
-                self.say_other(
-                    name, "how many numbers it draws depends on its input or is its kernel's secret"
-                )
+            if self._part(name, args[0]) is not None:
+                self.say_other(name, "how many numbers it draws depends on its input")
             return original(*args, **kwargs)
 
         return draw
@@ -311,7 +311,7 @@ class Draws(Member):
         ragged = {laid.rows for laid in share.of.ragged.values() if laid.rows.mine == shape[0] != rows.mine}
         if len(ragged) == 1:
             return Part(0, ragged.pop())
-        is_unknown = sizes[:2] != [True, False] and name not in _DEPENDENT
+        is_unknown = sizes[:2] != [True, False] and name not in (*_DEPENDENT, *ATTENTION, RECURRENT)
         if in_model and shape[:2] == (rows.mine, rows.mine) and is_unknown:
             why = "its first two dimensions have the size of this rank's share, and which is the batch's is not known"
             self.say_other(name, why, "may not")
