@@ -65,6 +65,9 @@ def of_one() -> Iterator[Check]:
     yield Check("parts of a step", [on_ranks(1, "parts.py")])
     yield Check("parts of a step, two ranks", [on_ranks(2, "parts.py")], GLOO)
     yield Check("a loss that is nan", [on_ranks(2, "lost.py")], GLOO)
+    yield Check(
+        "dropout inside kernels with same=True", [on_ranks(1, "whole.py")], {"SAMESTEP_BACKEND": "gloo"}, 300
+    )
     yield Check("the serial script's numbers with same=True", [on_ranks(1, "scripts.py")], {}, 600)
     yield Check("beside plain torch", [on_ranks(1, "speed.py")], {}, 300)
     device = {"SAMESTEP_TEST_DEVICE": "cuda" if ON_GPU else "cpu", **GLOO}

@@ -82,6 +82,20 @@ class Part:
 FOR_ALL = Part(-1, Rows(0, 0, 0))
 
 
+@dataclass(frozen=True)
+class Packed:
+    """This rank's rows, and its sequences in the order of their lengths, of the whole batch's packed sequence."""
+
+    rows: Part
+    sequences: Part
+    batch_sizes: list[int]
+
+    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view with the rows in dimension 0; torch gives time a dimension where all sequences are equally long."""
+        is_split = tensor.dim() == 3 and tensor.shape[:2].numel() == self.rows.rows.mine
+        return tensor.flatten(0, 1) if is_split and tensor.is_contiguous() else tensor
+
+
 def part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
     """This rank's part of a draw that has the batch in that place; None where the shape does not fit the place."""
     if place.dim is None:

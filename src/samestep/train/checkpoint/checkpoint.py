@@ -300,6 +300,7 @@ class Checkpoint:
             "facts": self._facts,
             "arithmetic": arithmetic() if exact else None,
             "gradients": self._gradients,
+            "kernels": None if exact else self._group.the(Replicas).kernels,
         }
         state = {name: part.state_dict() for name, part in self._parts.items()} | {OWN: own}
         meta = {
@@ -316,9 +317,8 @@ class Checkpoint:
         self._commit_seconds = seconds
         if self._requests.job_seconds < 2 * seconds + _LEAVE_SECONDS and not self._told_of_limit:
             self._told_of_limit = True
-            limit = f"this job's time limit is {self._requests.job_seconds:.0f} s"
-            trained = "so almost nothing is trained between two stops; ask for more --time"
-            say(f"a commit takes {seconds:.1f} s and {limit}, {trained}")
+            limit = f"a commit takes {seconds:.1f} s and this job's time limit is {self._requests.job_seconds:.0f} s"
+            say(f"{limit}, so almost nothing is trained between two stops; ask for more --time")
 
     def _outcome(self) -> str:
         self._writer.wait()
@@ -345,7 +345,7 @@ class Checkpoint:
         else:
             streams.draw_as("rank", rank, streams.seed_of(kept[0].hex()))
         are_apart = alike or rank >= len(kept) or "torch" in streams.different(kept[rank], kept[0])
-        replicas.go_on(is_apart=are_apart)
+        replicas.go_on(is_apart=are_apart, kernels=own.get("kernels"))
 
     def _adjusted(self, name: str, state: Any) -> Any:
         """A loader's state with this run's facts, which `accept` allows; with another order the epoch starts again."""

@@ -20,7 +20,7 @@ import torch
 
 from samestep.text import name_ranks
 from samestep.train import streams
-from samestep.train.batch.parts import FOR_ALL, Line, Part, Places, of_permutation
+from samestep.train.batch.parts import FOR_ALL, Line, Packed, Part, Places, of_permutation
 from samestep.train.batch.sizes import Place
 from samestep.train.batch.watching import Watching
 from samestep.train.draws.host import DrawsOfHost, OneByOne
@@ -52,7 +52,7 @@ class Draws(Member):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.active = False
-        self.packed: Part | None = None
+        self.packed: Packed | None = None
         self._spine = group.the(Spine)
         self._pid = os.getpid()
         self._library: torch.library.Library | None = None
@@ -64,7 +64,7 @@ class Draws(Member):
         self._one_by_one = OneByOne(self._share_drawn, self.watching.may_be_samples, self.say_other)
         self._of_host = DrawsOfHost(self._share_drawn, self._part_by_shape, self._one_by_one, self.say_other)
         self._skipping = Skipping()
-        self._whole = WholeCalls(self._part, self._quiet, self.say_other)
+        self._whole = WholeCalls(self._part, lambda: self.packed, self._quiet, self.say_other)
 
     def begin(self) -> None:
         """Collective. From now on all ranks draw the serial script's numbers."""
@@ -148,17 +148,18 @@ class Draws(Member):
         def fill(
             original: Any, tensor: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any
         ) -> Any:
+            given, tensor = tensor, self.packed.rows_of(tensor) if self.packed else tensor
             part = self._part(name, tensor, generator)
             if part is None:
-                return original(tensor, *args, generator=generator, **kwargs)
+                return original(given, *args, generator=generator, **kwargs)
 
             def draw(into: torch.Tensor, own: torch.Generator | None) -> object:
                 return original(into, *args, generator=own, **kwargs)
 
             with self._quiet():
-                if self._skipping.drew(name, tensor, part, draw):
-                    return tensor
-            return tensor.copy_(part.of(original(part.enlarged(tensor), *args, **kwargs)))
+                if not self._skipping.drew(name, tensor, part, draw):
+                    tensor.copy_(part.of(original(part.enlarged(tensor), *args, **kwargs)))
+            return given
 
         return fill
 
@@ -278,8 +279,8 @@ class Draws(Member):
         share, shape = self._share_drawn(), tensor.shape
         if share is None or not tensor.numel() or not shape:
             return None
-        if (packed := self.packed) is not None and shape[0] == packed.rows.mine:
-            return packed
+        if self.packed is not None and shape[0] == (rows := self.packed.rows).rows.mine:
+            return rows
         line = name, tensor.dim(), line_of_draw()
         self._watch(line, tensor)
         known = self._places.part(line, self.watching.in_model, shape, share)

@@ -19,21 +19,21 @@ class Synced:
     """Mixed into a BatchNorm: takes statistics over all ranks, with torch's kernels where these can do it."""
 
     # torch's kernels cannot be derived twice, as a gradient penalty asks. So a layer's first calls do without them, and
-    # all calls once the script has derived anything twice.
+    # all calls once the script has derived anything twice. A commit keeps both facts.
 
     plain: type[torch.nn.Module]
     # what SyncBatchNorm.forward reads
     process_group = None
     _check_non_zero_input_channels = torch.nn.SyncBatchNorm._check_non_zero_input_channels
-    _early_calls = 3
+    early_calls = 3
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(self, BATCH_NORMS)
         share = spine().origins.trained
         if not self.training:
             return super().forward(input)  # type: ignore[misc,no-any-return]
-        is_early = self._early_calls > 0
-        self.__dict__["_early_calls"] = self._early_calls - is_early
+        is_early = self.early_calls > 0
+        self.early_calls -= is_early
         fits = has_synced_kernels(input.device) and not lends(share, dist.get_world_size())
         if fits and not is_early and not spine().derives_twice:
             return torch.nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ class Synced:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or pickle is the plain BatchNorm."""
-        own = {"plain", "_early_calls"}
+        own = {"plain", "early_calls"}
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         return object.__new__, (self.plain,), state
 

@@ -11,7 +11,7 @@ import torch
 from torch import _VF
 from torch.nn.utils.rnn import PackedSequence
 
-from samestep.train.batch.parts import Part
+from samestep.train.batch.parts import Packed, Part
 from samestep.train.draws.draws import Draws
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
@@ -72,7 +72,7 @@ def note_layouts(model: torch.nn.Module) -> None:
 def _enter_recurrent(module: torch.nn.Module, args: Any) -> None:
     draws = joined().the(Draws)
     if draws.active and module.training and module.dropout and isinstance(args[0], PackedSequence):
-        draws.packed = _packed_part(args[0])
+        draws.packed = _packed(args[0])
 
 
 def _leave_recurrent(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -86,8 +86,8 @@ def _leave_recurrent(module: torch.nn.Module, args: Any, output: Any) -> None:
         places.mark(output[0], 0 if module.batch_first else 1)
 
 
-def _packed_part(packed: PackedSequence) -> Part | None:
-    """Collective. This rank's rows of the whole batch's packed sequence."""
+def _packed(packed: PackedSequence) -> Packed | None:
+    """Collective. This rank's part of the whole batch's packed sequence."""
     group, share = joined(), spine().origins.at_hand
     if share is None or group.world.size == 1:
         return None
@@ -112,4 +112,8 @@ def _packed_part(packed: PackedSequence) -> Part | None:
     begins = torch.cumsum(sizes, 0) - sizes
     own = place[first + (host if packed.sorted_indices is None else packed.sorted_indices.cpu())]
     rows = [begins[step] + own[: int(count)] for step, count in enumerate(packed.batch_sizes)]
-    return Part(0, Rows(len(packed.data), 0, int(sizes.sum())), chosen=torch.cat(rows))
+    return Packed(
+        Part(0, Rows(len(packed.data), 0, int(sizes.sum())), chosen=torch.cat(rows)),
+        Part(1, Rows(len(own), 0, len(everyones)), chosen=own),
+        sizes.tolist(),
+    )

@@ -12,6 +12,7 @@ from samestep.errors import UsageError
 from samestep.train.backward import Backward, Hooks
 from samestep.train.digest import bit_sums
 from samestep.train.group.group import Group, Member
+from samestep.train.model.batchnorm import Synced
 from samestep.train.model.exchange import HeldHooks, times_of
 from samestep.train.model.replica import Replica
 from samestep.train.model.tree import Tree
@@ -35,11 +36,11 @@ class Replicas(Member, Models):
         self._any_moves_buffers = False
         self._own_seed: int | None = None  # the seed of this rank's own random stream
         self._is_to_part = False
-        spine = group.the(Spine)
+        self._spine = group.the(Spine)
         group.the(Backward)
         group.the(Hooks)
-        spine.subscribe(self)
-        spine.models = self
+        self._spine.subscribe(self)
+        self._spine.models = self
 
     def __iter__(self) -> Iterator[Replica]:
         return (replica for reference in tuple(self._references) if (replica := reference()) is not None)
@@ -62,8 +63,19 @@ class Replicas(Member, Models):
         """From the next batch or call of a replica on, let each rank draw its own numbers."""
         self._is_to_part = self.group.world.rank > 0
 
-    def go_on(self, *, is_apart: bool) -> None:
+    @property
+    def kernels(self) -> list[Any]:
+        """On what it depends which kernels of BatchNorm take the next steps; other kernels round otherwise."""
+        return [self._spine.derives_twice, [norm.early_calls for norm in self._norms()]]
+
+    def _norms(self) -> Iterator[Synced]:
+        return (norm for replica in self for norm in replica.model.modules() if isinstance(norm, Synced))
+
+    def go_on(self, *, is_apart: bool, kernels: list[Any] | None) -> None:
         """A resume has set this rank's stream; whether the stream was its own when it was kept."""
+        self._spine.derives_twice, early_calls = kernels or self.kernels
+        for norm, calls in zip(self._norms(), early_calls, strict=False):
+            norm.early_calls = calls
         self._is_to_part = not is_apart and self._num_made > 0 and self.group.world.rank > 0
         self._own_seed = torch.initial_seed() if is_apart else None
 
