@@ -120,8 +120,8 @@ class Hang(NamedTuple):
             why = (
                 "each waits for what another one sends, and none sends; let one of every two ranks send first"
                 if listed[0].wait.startswith(_RECEIVES)
-                else "every rank has come, and it does not end; is a link between two nodes cut or very slow, or did a "
-                "rank leave out a call of torch.distributed before?"
+                else "every rank has come, and it does not end; is a link between two nodes cut or very slow, is a "
+                "device still at work, or did a rank leave out a call of torch.distributed before?"
             )
             return f"all ranks have been in {listed[0].wait} for {seconds}: {why}"
         where: dict[tuple[int, str], list[RankState]] = {}

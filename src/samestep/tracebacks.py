@@ -15,6 +15,9 @@ _BAR = re.compile(r"^ +[|+] ?")  # before each line of an exception group
 _HEADER = re.compile(r"^(?:Original |Exception Group )?Traceback \(most recent call last\):$")
 _CRASH = re.compile(r"^Fatal Python error: (.+)$")
 _THROWN = re.compile(r"^ +what\(\): +(.+)$")  # of C++, before the crash
+_ASSERTED = re.compile(
+    r"^(?:.*[/ ])?([\w.+-]+:\d+): .*Assertion [`'](.+)['`] failed\.?$"
+)  # of C, or of a device's kernel
 _THREAD = re.compile(r"^((?:Current thread|Thread) 0x\w+).* \(most recent call first\):$")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
 _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
@@ -29,6 +32,10 @@ _UNLIKE = "Received data size doesn't match expected size"
 _TAKE_ALIKE = (
     "two ranks brought unlike data to one exchange; on every rank call backward() of the same models, and the same "
     "collectives, in the same order"
+)
+_LATE = "device-side assert"
+_SHOW_AT_ONCE = (
+    "a GPU reports this late, so the line may be another; CUDA_LAUNCH_BLOCKING=1 samestep run ... shows it"
 )
 _MOST_LINES = 4
 _MOST_COLUMNS = 400
@@ -90,6 +97,19 @@ def recorded_traceback(failure: Failure) -> Traceback:
     if _OF_POOL in failure.cause and (remote := read_traceback(failure.cause)):
         frame = remote.frame
     return _with_loaders_cause(Traceback(frame, exception), _shortened(failure.cause.splitlines()))
+
+
+def with_assertion(traceback: Traceback, stderr: str) -> Traceback:
+    """Add the assertion of C or of a device's kernel that ended a process; the first is the cause of others."""
+    exception, is_late = traceback.exception, any(_LATE in line for line in traceback.exception)
+    if not is_late and not exception[0].endswith("Aborted"):
+        return traceback
+    failed = next(filter(None, map(_ASSERTED.match, _plain_lines(stderr))), None)
+    asserted = (f"{failed[1]}: assertion `{_printed(failed[2])}` failed",) if failed else ()
+    if is_late:
+        exception = next((line,) for line in exception if _LATE in line)
+    is_of_device = is_late or (failed is not None and failed[1].partition(":")[0].endswith((".cu", ".cuh")))
+    return traceback._replace(exception=(*exception, *asserted, *[_SHOW_AT_ONCE] * is_of_device))
 
 
 def last_words(stderr: str) -> tuple[str, ...]:

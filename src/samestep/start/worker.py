@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from samestep.failure import Failure, read_failure
 from samestep.rundir import CHECKPOINTED
 from samestep.start.output import ERR, OUT, Console, Log, Stream
-from samestep.tracebacks import Traceback, read_traceback, recorded_traceback
+from samestep.tracebacks import Traceback, read_traceback, recorded_traceback, with_assertion
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _GUARDIAN = Path(__file__).with_name("guardian.py")
@@ -111,10 +111,12 @@ class Worker:
     def traceback(self) -> Traceback | None:
         """The exception that ended it, from its record, or else from its stderr."""
         # After writing its record it may have continued or crashed: then its last output tells more.
-        failure = self.failure
+        failure, stderr = self.failure, self.err.tail.decode(errors="replace")
         if failure and failure.exception and (self.was_stopped or self.status == failure.code):
-            return recorded_traceback(failure)
-        return read_traceback(self.err.tail.decode(errors="replace"))
+            traceback: Traceback | None = recorded_traceback(failure)
+        else:
+            traceback = read_traceback(stderr)
+        return traceback and with_assertion(traceback, stderr)
 
     @property
     def blamed(self) -> tuple[int, ...]:

@@ -6,9 +6,18 @@ import pytest
 import torch
 
 from samestep.train.batch.parts import Packed, Part
+from samestep.train.batch.views import has_gaps
 from samestep.train.draws.whole import WholeCalls
 from samestep.train.passes import Rows
 
+GAPS = {
+    "rows": (lambda x: x, 0, False),
+    "a token of each": (lambda x: x[:, 0], 0, True),
+    "a token of each, time first": (lambda x: x.transpose(0, 1)[0], 0, True),
+    "channels last": (lambda x: x.permute(0, 2, 1), 0, False),
+    "time first": (lambda x: x.transpose(0, 1).contiguous(), 1, False),
+    "half of the channels": (lambda x: x[..., :2], 0, True),
+}
 ATTENTION, RECURRENT = "_scaled_dot_product_efficient_attention", "_cudnn_rnn"
 ROWS = Rows(3, 2, 8)
 MINE = slice(2, 5)
@@ -138,3 +147,12 @@ def test_packed_sequences_have_their_rows_and_states_at_their_places_in_the_whol
     said: list[tuple[str, str]] = []
     calls(packed.rows, None, said).forward(RECURRENT, recurrent, *given)
     assert "secret" in said[0][1]
+
+
+@pytest.mark.parametrize("mine", [1, 3], ids=["one sample", "three samples"])
+@pytest.mark.parametrize("case", GAPS)
+def test_gaps_in_a_whole_batchs_memory_are_seen_in_a_share(case, mine):
+    view, dim, expected = GAPS[case]
+    whole, share = view(torch.zeros(8, 5, 4)), view(torch.zeros(mine, 5, 4))
+    assert expected is not torch.ops.aten.is_non_overlapping_and_dense(whole)
+    assert has_gaps(share, dim) == expected

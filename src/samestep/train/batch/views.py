@@ -30,6 +30,14 @@ def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
+def has_gaps(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether a batch that is cut along `dim` has gaps in memory, as x[:, 0]; of one sample the stride tells it."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    step = tensor.stride(dim)
+    is_wide = step > math.prod(size for size, by in sizes if by < step)
+    return is_wide if tensor.shape[dim] == 1 else not torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
 def dim_after_view(
     old: Sequence[int], new: Sequence[int], dim: int, before: int, mine: int
 ) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from samestep.text import name_ranks
 from samestep.train import streams
 from samestep.train.batch.parts import FOR_ALL, Line, Packed, Part, Places, of_permutation
 from samestep.train.batch.sizes import Place
+from samestep.train.batch.views import has_gaps
 from samestep.train.batch.watching import Watching
 from samestep.train.draws.host import DrawsOfHost, OneByOne
 from samestep.train.draws.skipping import Skipping
@@ -211,7 +212,10 @@ class Draws(Member):
         with self._quiet():
             if part is None:
                 return original(input, p, train)
-            mask = part.of(original(part.enlarged(input, 1.0), p, train)[1]).clone()
+            whole = part.enlarged(input, 1.0)
+            if has_gaps(input, part.dim):  # the kernel takes another order for such a tensor
+                whole = torch.stack((whole, whole), -1)[..., 0]
+            mask = part.of(original(whole, p, train)[1]).clone()
         return input * mask * (1 / (1 - p)), mask
 
     def _batch_norm(self, original: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
