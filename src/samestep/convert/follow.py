@@ -30,8 +30,8 @@ _OF_THE_LOSS = (
 )
 _NO_TOTAL = "is of an evaluation with numbers that have no total"
 _OF_NO_BATCH = (
-    "nothing of the loop's batch was found in this loss; noise of a fixed size is right with --same alone: else each "
-    "process draws its own, all of it; write its size as that of the batch, as in torch.randn(len(x), 8)"
+    "the loop's batch was not followed into this loss; where it is of noise alone, write the noise's size as the "
+    "batch's, as in torch.randn(len(x), 8): without --same each process draws all of a fixed size"
 )
 _NOT_SHARED = "this loss is of data that no samestep.loader shares; take the batches from a DataLoader"
 

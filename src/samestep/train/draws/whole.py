@@ -24,6 +24,7 @@ RECURRENT = "_cudnn_rnn"
 _OF_ATTENTION = ("query", "key", "value", "attn_bias", "out", "grad_out", "grad_out_", "logsumexp")
 _OF_STEPS = ("input", "output", "grad_output")
 _OF_STATES = ("hx", "cx", "grad_hy", "grad_cy")
+_MANY = 64
 _BIAS_STEP = 16  # values: fused attention takes a bias only where its rows begin at multiples of this
 
 
@@ -49,6 +50,7 @@ class WholeCalls:
         self._part, self._packed, self._quiet, self._say_other = part, packed, quiet, say_other
         # by the memory of a result that backward gets: an attention's logsumexp, a recurrent network's reserve
         self._calls: dict[int, tuple[StorageWeakRef, _Call]] = {}
+        self._most_calls = _MANY
         self._shapes: set[torch.Size] = set()
 
     def forward(self, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +83,9 @@ class WholeCalls:
         return original(*args, **kwargs)
 
     def _remember(self, kept: torch.Tensor, call: _Call) -> None:
-        self._calls = {at: known for at, known in self._calls.items() if not known[0].expired()}  # type: ignore[no-untyped-call]
+        if len(self._calls) > self._most_calls:
+            self._calls = {at: known for at, known in self._calls.items() if not known[0].expired()}  # type: ignore[no-untyped-call]
+            self._most_calls = 2 * len(self._calls) + _MANY
         reference = StorageWeakRef(kept.untyped_storage())  # type: ignore[no-untyped-call]
         self._calls[reference.cdata] = reference, call
 
