@@ -96,6 +96,20 @@ def test_an_averaged_model_whose_statistics_are_taken_anew_is_replicated():
     assert replicated not in _after(lines)
 
 
+@pytest.mark.parametrize(
+    ("made", "called"),
+    [
+        ("from timm.utils import ModelEmaV2\nema = ModelEmaV2(model, decay=0.9)\n", "ema.module"),
+        ("from ema_pytorch import EMA\nema = EMA(model, beta=0.9)\n", "ema.ema_model"),
+        ("from ema_pytorch import EMA\nema = EMA(model, beta=0.9)\n", "ema"),
+    ],
+)
+def test_a_librarys_average_of_a_model_is_a_model(made, called):
+    right = f"right += ({called}(x).argmax(1) == y).sum().item()"
+    lines = f"{made}right = 0\nwith torch.no_grad():\n    for x, y in test:\n        {right}\nprint(right)\n"
+    assert "print(samestep.sum(right))" in _after(f"{BEGIN}{lines}")
+
+
 def test_a_model_is_replicated_before_an_optimizer_behind_a_semicolon():
     made = "self.net = nn.Linear(4, 3); self.by = torch.optim.SGD(self.net.parameters(), 1)"
     lines = f"class Both:\n    def __init__(self): {made}\n"

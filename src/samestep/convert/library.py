@@ -189,8 +189,7 @@ class Library(Unknown):
 
     def _is_optimizer(self, name: str, last: str, values: Values) -> bool:
         no_optimizer = name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa_utils"))
-        averages = any(word in last.lower() for word in ("ema", "average"))
-        is_named = "optim" in name.lower() or (last[:1].isupper() and not averages)
+        is_named = "optim" in name.lower() or (last[:1].isupper() and not _averages(last))
         return bool(models_of(*values)) and is_named and not no_optimizer
 
     def _of_library(self, name: str, last: str, node: ast.Call, values: Values) -> Value:
@@ -205,7 +204,7 @@ class Library(Unknown):
         if name.startswith("torch.nn.") and is_loss(last):
             return Value("loss", given_to_loss(node, 0, last))
         is_class = last[:1].isupper() and (name.startswith("torch.nn.") or "models" in name)
-        if last == "AveragedModel":
+        if _averages(last) and values and self.is_model(values[0]):  # its average, as of torch, timm or ema_pytorch
             is_class, self.copies[self.key(node)] = True, (self.source, node)
         if last == "update_bn":  # calls the model in train mode
             self.called_to_train |= {key_of(value) for value in values if self.is_model(value)}
@@ -354,3 +353,8 @@ class Library(Unknown):
             scope = replace(first.of.scope, names={**first.of.scope.names})
             return Value("instance", replace(first.of, key=self.key(node), scope=scope))
         return Value("model", self.key(node)) if self.is_model(first) else first
+
+
+def _averages(name: str) -> bool:
+    """Whether a class is of averaged models, by its name: AveragedModel, ModelEmaV2, EMA."""
+    return any(word in name.lower() for word in ("ema", "average"))
