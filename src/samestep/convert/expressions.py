@@ -129,8 +129,11 @@ class Expressions(Decisions):
 
     def shape(self, rows: Value) -> Value:
         count, is_second = counted(rows, self.batches), rows.kind in TURNED
-        is_either = self.batches is not None and not self.batches.sizes.isdisjoint(self.time_first)
+        is_either = self._has_time_first()
         return Value("list", {**dict.fromkeys([int(is_second), 1][: 1 + is_either], count), None: Value()})
+
+    def _has_time_first(self) -> bool:
+        return self.batches is not None and not self.batches.sizes.isdisjoint(self.time_first)
 
     def of_instance(self, base: Value, name: str) -> Value:
         if name == "__dict__":
@@ -203,6 +206,8 @@ class Expressions(Decisions):
             if bounds and {*bounds} <= {Kind.COUNT, Kind.PART}:
                 is_first = bounds == [Kind.COUNT] and first.lower is None
                 return Value(Kind.ROWS if is_first else Kind.VIEWS)
+        if isinstance(first, ast.Slice) and first is not node.slice and self._has_time_first():
+            is_all = not index.is_shared  # tgt[:-1, :] cuts time
         along = Value() if is_all else self.value(first)
         if along.kind == Kind.OTHER and along.of == NUMBERED and first is not node.slice:
             return Value(Kind.ROWS)  # an element of each row, as in x[np.arange(len(x)), y]
