@@ -173,6 +173,8 @@ class Expressions(Decisions):
             return base if isinstance(node.slice, ast.Slice) else self.part_of(base, key)
         if base.kind == Kind.ROWS and key == "loss":
             return self.loss_of_model(node)
+        if base.kind == Kind.BATCH and isinstance(node.slice, ast.Tuple):
+            base = replace(base, kind=Kind.ROWS)  # a tensor, and no tuple of them
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS):
             return self.rows_at(node, base, index)
         if base.kind == Kind.ALIKE and index.is_shared:
