@@ -173,9 +173,8 @@ class Expressions(Decisions):
             return base if isinstance(node.slice, ast.Slice) else self.part_of(base, key)
         if base.kind == Kind.ROWS and key == "loss":
             return self.loss_of_model(node)
-        if base.kind == Kind.BATCH and isinstance(node.slice, ast.Tuple):
-            base = replace(base, kind=Kind.ROWS)  # a tensor, and no tuple of them
-        if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS):
+        is_tensor = isinstance(node.slice, ast.Tuple)
+        if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS) or (base.kind == Kind.BATCH and is_tensor):
             return self.rows_at(node, base, index)
         if base.kind == Kind.ALIKE and index.is_shared:
             return self._chosen_by(node.slice, index)
