@@ -15,9 +15,8 @@ _BAR = re.compile(r"^ +[|+] ?")  # before each line of an exception group
 _HEADER = re.compile(r"^(?:Original |Exception Group )?Traceback \(most recent call last\):$")
 _CRASH = re.compile(r"^Fatal Python error: (.+)$")
 _THROWN = re.compile(r"^ +what\(\): +(.+)$")  # of C++, before the crash
-_ASSERTED = re.compile(
-    r"^(?:.*[/ ])?([\w.+-]+:\d+): .*Assertion [`'](.+)['`] failed\.?$"
-)  # of C, or of a device's kernel
+# of C, or of a device's kernel
+_ASSERTED = re.compile(r"^(?:.*[/ ])?([\w.+-]+:\d+): .*Assertion [`'](.+)['`] failed\.?$")
 _THREAD = re.compile(r"^((?:Current thread|Thread) 0x\w+).* \(most recent call first\):$")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
 _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
