@@ -22,6 +22,7 @@ from samestep.text import counted, name_ranks
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.passes import Pass
+from samestep.train.script.lines import only_counts
 from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
@@ -56,7 +57,7 @@ class Evaluations(Member, Subscriber):
             )
         self._line, self._totals_before = users_line(), self._totals()
         total = latest.batch_start + latest.all if latest else 0
-        if ended.counted < total:
+        if ended.counted < total and not only_counts():
             kind, used = ("loop", "total") if ended.training else ("evaluation", "correct")
             self._text = (
                 f"the {kind} at {self._line} {'called no backward() and ' * ended.training}was not followed by "

@@ -84,6 +84,12 @@ def scripts_call() -> tuple[FrameType | None, ast.AST | None]:
     return frame, call_in(frame)
 
 
+def only_counts() -> bool:
+    """Whether the script's line only counts the batches of a loader, as len(list(loader)) does."""
+    frame = scripts_frame(sys._getframe(1))
+    return frame is not None and "len(list(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
 def call_in(frame: FrameType | None) -> ast.AST | None:
     """The expression that this frame evaluates now."""
     return _call_at(frame.f_code, frame.f_lasti) if frame else None
