@@ -201,8 +201,7 @@ def stepped_by_function(train, model):
 
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize(
-    "loop",
-    [counted, totalled, kept, evaluated_within, stepped_by_function, lambda train, _: len(list(train))],
+    "loop", [counted, totalled, kept, evaluated_within, stepped_by_function, lambda of, _: len(list(of))]
 )
 def test_a_loop_in_training_mode_without_backward_and_total_is_said(world, loop):
     look_again()
