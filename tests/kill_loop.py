@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,10 +108,15 @@ def kill_at_a_call(nest: Nest, rank: Rank, until: float, draw: random.Random) ->
     call = draw.choice(list(CALLS))
     inject = f"inject={call}:signal=KILL:when={draw.randint(1, CALLS[call])}"
     command = ["strace", "-f", "-qqq", "-o", os.devnull, "-p", str(rank.pid), "-e", inject]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as tracer:
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, start_new_session=True, **silent) as tracer:
         while rank.code is None and time.monotonic() < until:
             nest.look(0.02)
         tracer.terminate()  # else it would kill a rank that makes the call only after `until`, and uncounted
+    with suppress(ProcessLookupError):
+        os.killpg(
+            tracer.pid, signal.SIGKILL
+        )  # a strace whose process was killed may stay, and wait for nothing
     nest.look()
     return rank.ended_at if rank.code == -signal.SIGKILL else None
 
