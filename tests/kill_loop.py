@@ -114,9 +114,8 @@ def kill_at_a_call(nest: Nest, rank: Rank, until: float, draw: random.Random) ->
             nest.look(0.02)
         tracer.terminate()  # else it would kill a rank that makes the call only after `until`, and uncounted
     with suppress(ProcessLookupError):
-        os.killpg(
-            tracer.pid, signal.SIGKILL
-        )  # a strace whose process was killed may stay, and wait for nothing
+        # a strace whose process was killed may stay, and wait for nothing
+        os.killpg(tracer.pid, signal.SIGKILL)
     nest.look()
     return rank.ended_at if rank.code == -signal.SIGKILL else None
 
