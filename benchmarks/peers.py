@@ -164,8 +164,8 @@ def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
 def row_of(system: str, found: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The medians of a system's runs; ratios of whole runs are formed within each round."""
     rounds = list(zip(found, base, strict=False))
-    # a torchrun that aborted at its exit took another time
-    rounds = [both for both in rounds if not both[1]["code"]] or rounds
+    # a run that aborted at its exit took another time
+    rounds = [both for both in rounds if not any(run["code"] for run in both)] or rounds
     names = ("start_s", "step_s", "seconds", "cpu_s", "accuracy", "truth")
     middle = {name: round(median(run[name] for run in found if name in run), 4) for name in names}
     command = (COMMANDS | TWO_NODES)[system]
