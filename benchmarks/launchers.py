@@ -66,7 +66,9 @@ def table(rows: Rows) -> list[str]:
         times = (
             f"{1e3 * row['step_s']:.2f} | {row['ratio']:.2f} | {row['start_s']:.2f} | {row['seconds']:.2f}"
         )
-        lines.append(f"| {row['kind']} | {row['launcher']} | {row["threads"]:g} | {row["cores"]:g} | {times} |")
+        lines.append(
+            f"| {row['kind']} | {row['launcher']} | {row['threads']:g} | {row['cores']:g} | {times} |"
+        )
     return [
         *lines,
         "",
