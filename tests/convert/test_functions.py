@@ -116,6 +116,13 @@ def test_a_model_is_replicated_before_an_optimizer_behind_a_semicolon():
     assert "; samestep.replicate(self.net); self.by = " in _after(f"{BEGIN}{lines}both = Both()\n")
 
 
+def test_a_copy_of_buffers_in_the_loop_is_noted_and_one_of_parameters_is_not():
+    for held in ("buffers", "parameters"):
+        copied = f"    for a, b in zip(ema.{held}(), model.{held}()):\n        a.copy_(b)\n"
+        found = _of(f"{BEGIN}import copy\nema = copy.deepcopy(model)\nfor x, y in train:\n{STEP}{copied}")
+        assert any("sync_batchnorm=True" in note for note in found.notes) == (held == "buffers")
+
+
 def test_a_copy_of_a_model_is_followed_as_the_model_is():
     net = "class Net(nn.Module):\n    def forward(self, x):\n        return x, model(x)\n"
     lines = (

@@ -25,6 +25,10 @@ from samestep.convert.values import (
     rows_of,
 )
 
+_COPIED = (
+    "a copy gets a model's buffers here, and in the default level each process has BatchNorm's statistics of its own; "
+    "with BatchNorm write replicate(model, sync_batchnorm=True), or run it with --same"
+)
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
 _OF_PATHS = (ast.Call, ast.BinOp, ast.JoinedStr, ast.FormattedValue, ast.Attribute)
 _OBJECTS = {"instance", "loader", "list", "function", "model", "metric"}
@@ -339,6 +343,12 @@ class Expressions(Decisions):
     def over(self, node: ast.expr) -> Value:
         """The value that a loop iterates over; outside of all batches these are the samples of all ranks."""
         value = self.value(node)
+        if (
+            self.batches
+            and ".buffers()" in ast.unparse(node)
+            and "copy_(" in ast.unparse(self.source.parents[node])
+        ):
+            self.findings.note(self.source, node, _COPIED)
         is_even = value.kind != "each" or value.of.kind == "batches"
         element = value if is_even else value.of.element
         kinds = {value.kind} if is_even else {element.kind, *(part.kind for part in element.parts)}

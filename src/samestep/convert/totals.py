@@ -62,8 +62,10 @@ class Totals(Following):
                 f"{text} may be of another batch than the latest; write samestep.mean(value, weight=len(batch))",
             )
         elif self.uneven or self.in_forward or (batch := self.batches) is None:
-            where = "in a model" if self.in_forward else "where only some processes may come"
-            self.gap(node, f"{text} is of this process's share, and no total can be taken {where}")
+            remedy = "no total can be taken where only some processes may come"
+            if self.in_forward:
+                remedy = "this is in a model; write samestep.gather(...) of rows, samestep.mean(...) of a mean, here"
+            self.gap(node, f"{text} is of this process's share, and {remedy}")
         else:
             shown = self._origin_in(batch, node)
             text = text if shown is node else f"`{ast.unparse(shown.func)}` shows what"  # type: ignore[attr-defined]

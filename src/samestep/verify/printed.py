@@ -23,7 +23,7 @@ _LARGEST_TIMES = 20.0  # times the largest distance in the training
 _TIMES_NOISE = 10.0  # times the distance of a run with other last bits
 _TIMES_LINE = 3.0  # times the largest relative distance there of a number in the same line
 _MOST_OF_LINE = 3e-2  # the largest relative distance that this allows
-_SHARE = "use samestep.sum or samestep.mean, which include every rank's share"
+_SHARE = "use samestep.sum, samestep.mean or, for a value of each sample, samestep.gather"
 _ON_ALL_RANKS = "; loop over the loader and call it on every rank, outside of `if rank == 0`"
 _NOISE = (
     "{} prints other numbers, by as much as it prints others {} from changed last bits: rounding that the training "

@@ -202,8 +202,8 @@ class Replicas(Member, Models):
                     name = f"{differing[0]} of {type(replica.model).__name__}"  # not a BatchNorm's
                     self.group.say(
                         f"forward computes the buffer {name} from each rank's own share, and only rank 0's value is "
-                        "kept; take samestep.mean(...) of what it is computed from, or use replicate(exact=True) with "
-                        "steps",
+                        "kept; take samestep.mean(...) of a mean, or samestep.gather(...) of rows, from which it is "
+                        "computed, or use replicate(exact=True) with steps",
                         what="a buffer",
                     )
                 replica.share_buffers()
