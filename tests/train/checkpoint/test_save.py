@@ -147,8 +147,8 @@ def test_what_else_a_file_holds_is_named_when_it_is_saved_and_read(tmp_path, cap
     assert not capsys.readouterr().err
     samestep.save(path, {"accuracy": np.float64(0.9)})
     assert re.fullmatch(
-        r"samestep: \S+best.pt holds numpy\.\S+, numpy\.dtype, which torch.load\(weights_only=True\) does not read; "
-        r"save a state_dict, numbers as float\(x\) and arrays as tensors\n",
+        r"samestep: \S+best.pt is written, and holds numpy\.\S+, numpy\.dtype, which torch.load\(weights_only=True\) "
+        r"does not read; save a state_dict, numbers as float\(x\) and arrays as tensors\n",
         capsys.readouterr().err,
     )
     with pytest.raises(

@@ -64,8 +64,8 @@ def _remark_others(path: str | os.PathLike[str]) -> None:
     """Print a remark on objects that `load` will refuse, while the script still has them."""
     if others := torch.serialization.get_unsafe_globals_in_checkpoint(path):
         joined().say(
-            f"{path} holds {', '.join(sorted(others)[:3])}, which torch.load(weights_only=True) does not "
-            "read; save a state_dict, numbers as float(x) and arrays as tensors",
+            f"{path} is written, and holds {', '.join(sorted(others)[:3])}, which torch.load(weights_only=True) does "
+            "not read; save a state_dict, numbers as float(x) and arrays as tensors",
             what="objects in a file",
         )
 
