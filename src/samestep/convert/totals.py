@@ -9,7 +9,19 @@ from typing import Any
 from samestep.convert.project import Following, Frame, Scope
 from samestep.convert.signatures import CHOSEN, DIVIDES, NAMED, STACKS
 from samestep.convert.source import Edit, Source, is_flattened, makes_list, name_of, parts_of, shown_in
-from samestep.convert.values import NUMBERS, ROWS, TURNED, Kind, Loop, Sum, Value, Values, combined, join
+from samestep.convert.values import (
+    IN_MODEL,
+    NUMBERS,
+    ROWS,
+    TURNED,
+    Kind,
+    Loop,
+    Sum,
+    Value,
+    Values,
+    combined,
+    join,
+)
 
 MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.average")
 _SUMMED = {*NUMBERS, Kind.PASSES}
@@ -62,10 +74,8 @@ class Totals(Following):
                 f"{text} may be of another batch than the latest; write samestep.mean(value, weight=len(batch))",
             )
         elif self.uneven or self.in_forward or (batch := self.batches) is None:
-            remedy = "no total can be taken where only some processes may come"
-            if self.in_forward:
-                remedy = "this is in a model; write samestep.gather(...) of rows, samestep.mean(...) of a mean, here"
-            self.gap(node, f"{text} is of this process's share, and {remedy}")
+            why = IN_MODEL if self.in_forward else "no total can be taken where only some processes may come"
+            self.gap(node, f"{text} is of this process's share, and {why}")
         else:
             shown = self._origin_in(batch, node)
             text = text if shown is node else f"`{ast.unparse(shown.func)}` shows what"  # type: ignore[attr-defined]
