@@ -56,6 +56,7 @@ _OPERATORS |= dict.fromkeys(("mm", "matmul"), ast.MatMult())
 NAMED: dict[str, set[str]] = {}
 for _kind, *_names in map(str.split, _TABLE.strip().splitlines()):
     NAMED.setdefault(_kind, set()).update(_names)
+IN_MODEL = "this is in a model; write samestep.gather(...) of rows, samestep.mean(...) of a mean, here"
 DIVIDES = (
     "is divided by the weights, or the number of targets not ignored, of a share; in an evaluation take "
     'reduction="sum", and samestep.sum(total) / samestep.sum(count) after the loop'

@@ -7,21 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.convert.project import Following, Frame, Scope
-from samestep.convert.signatures import CHOSEN, DIVIDES, NAMED, STACKS
+from samestep.convert.signatures import CHOSEN, DIVIDES, IN_MODEL, NAMED, STACKS
 from samestep.convert.source import Edit, Source, is_flattened, makes_list, name_of, parts_of, shown_in
-from samestep.convert.values import (
-    IN_MODEL,
-    NUMBERS,
-    ROWS,
-    TURNED,
-    Kind,
-    Loop,
-    Sum,
-    Value,
-    Values,
-    combined,
-    join,
-)
+from samestep.convert.values import NUMBERS, ROWS, TURNED, Kind, Loop, Sum, Value, Values, combined, join
 
 MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.average")
 _SUMMED = {*NUMBERS, Kind.PASSES}
