@@ -219,7 +219,7 @@ class Expressions(Decisions):
         if along.kind in (Kind.ROW, Kind.OTHER):
             return along.bare if along.kind == Kind.ROW else other(along.of, along)
         if is_all or self.in_forward:
-            return Value(base.kind)
+            return Value(Kind.ROWS if base.kind == Kind.BATCH else base.kind)
         if index.is_shared:
             # an index along the rows chooses some of them; another one chooses within each row
             return Value(Kind.SOME if first is node.slice or along.kind in ROWS else Kind.ROWS)
@@ -287,10 +287,8 @@ class Expressions(Decisions):
         keys = [getattr(key, "value", None) for key in node.keys]
         if {value.kind for value in values} == {Kind.ROWS}:
             return Value(Kind.BATCH)
-        is_known, models = (
-            any(value.kind in _OBJECTS or value.is_shared for value in values),
-            models_of(*values),
-        )
+        is_known = any(value.kind in _OBJECTS or value.is_shared for value in values)
+        models = models_of(*values)
         return Value("dict", dict(zip(keys, values, strict=True)), models) if is_known else join(*values).bare
 
     def _starred(self, node: ast.Starred | ast.NamedExpr) -> Value:
@@ -343,11 +341,8 @@ class Expressions(Decisions):
     def over(self, node: ast.expr) -> Value:
         """The value that a loop iterates over; outside of all batches these are the samples of all ranks."""
         value = self.value(node)
-        if (
-            self.batches
-            and ".buffers()" in ast.unparse(node)
-            and "copy_(" in ast.unparse(self.source.parents[node])
-        ):
+        is_of_buffers = self.batches is not None and ".buffers()" in ast.unparse(node)
+        if is_of_buffers and "copy_(" in ast.unparse(self.source.parents[node]):
             self.findings.note(self.source, node, _COPIED)
         is_even = value.kind != "each" or value.of.kind == "batches"
         element = value if is_even else value.of.element

@@ -30,8 +30,8 @@ _OF_THE_LOSS = (
 )
 _NO_TOTAL = "is of an evaluation with numbers that have no total"
 _OF_NO_BATCH = (
-    "the loop's batch was not followed into this loss; where it is of noise alone, write the noise's size as the "
-    "batch's, as in torch.randn(len(x), 8): without --same each process draws all of a fixed size"
+    "the loop's batch was not followed into this loss; if it is made of noise alone, draw as many rows as the batch "
+    "has, as in torch.randn(len(x), 8): without --same each process draws all rows of a fixed number"
 )
 _NOT_SHARED = "this loss is of data that no samestep.loader shares; take the batches from a DataLoader"
 

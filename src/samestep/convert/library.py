@@ -204,9 +204,8 @@ class Library(Unknown):
         if name.startswith("torch.nn.") and is_loss(last):
             return Value("loss", given_to_loss(node, 0, last))
         is_class = last[:1].isupper() and (name.startswith("torch.nn.") or "models" in name)
-        if (
-            _averages(last) and values and self.is_model(values[0])
-        ):  # its average, as of torch, timm or ema_pytorch
+        # of torch, timm or ema_pytorch
+        if _averages(last) and values and self.is_model(values[0]):
             is_class, self.copies[self.key(node)] = True, (self.source, node)
         if last == "update_bn":  # calls the model in train mode
             self.called_to_train |= {key_of(value) for value in values if self.is_model(value)}

@@ -149,18 +149,18 @@ class Draws(Member):
         def fill(
             original: Any, tensor: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any
         ) -> Any:
-            given, tensor = tensor, self.packed.rows_of(tensor) if self.packed else tensor
-            part = self._part(name, tensor, generator)
+            rows = self.packed.rows_of(tensor) if self.packed else tensor
+            part = self._part(name, rows, generator)
             if part is None:
-                return original(given, *args, generator=generator, **kwargs)
+                return original(tensor, *args, generator=generator, **kwargs)
 
             def draw(into: torch.Tensor, own: torch.Generator | None) -> object:
                 return original(into, *args, generator=own, **kwargs)
 
             with self._quiet():
-                if not self._skipping.drew(name, tensor, part, draw):
-                    tensor.copy_(part.of(original(part.enlarged(tensor), *args, **kwargs)))
-            return given
+                if not self._skipping.drew(name, rows, part, draw):
+                    rows.copy_(part.of(original(part.enlarged(rows), *args, **kwargs)))
+            return tensor
 
         return fill
 

@@ -55,8 +55,7 @@ class WholeCalls:
 
     def forward(self, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         given = _given(name, args, kwargs)
-        draws = given.get("dropout_p", given.get("dropout")) and given.get("train", True)
-        part = self._part(name, args[0]) if draws else None
+        part = self._part(name, args[0]) if _draws(given) else None
         call = (
             _of_attention(args[0], part) if name in ATTENTION else _of_recurrent(given, part, self._packed())
         )
@@ -77,7 +76,7 @@ class WholeCalls:
         _, call = self._calls.get(given[kept].untyped_storage()._cdata, (None, None))
         if call is not None:
             return tuple(_called(original, call, call.of_backward, given, args, kwargs))
-        if given.get("dropout_p", given.get("dropout")) and given[input].shape in self._shapes:
+        if _draws(given) and given[input].shape in self._shapes:
             why = "its saved tensors were copied, as by save_on_cpu, so that its backward draws another mask"
             self._say_other(name, why)
         return original(*args, **kwargs)
@@ -92,6 +91,10 @@ class WholeCalls:
 
 def _given(name: str, args: Any, kwargs: Any) -> dict[str, Any]:
     return arguments_of(getattr(torch.ops.aten, name).default, args, kwargs)
+
+
+def _draws(given: Mapping[str, Any]) -> bool:
+    return bool(given.get("dropout_p", given.get("dropout"))) and given.get("train", True)
 
 
 def _of_attention(query: torch.Tensor, part: Part | None) -> _Call | None:

@@ -33,7 +33,8 @@ class Synced:
         if not self.training:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         is_early = self.early_calls > 0
-        self.early_calls -= is_early
+        if is_early:
+            self.early_calls -= 1
         fits = has_synced_kernels(input.device) and not lends(share, dist.get_world_size())
         if fits and not is_early and not spine().derives_twice:
             return torch.nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
