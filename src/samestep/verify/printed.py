@@ -26,8 +26,8 @@ _MOST_OF_LINE = 3e-2  # the largest relative distance that this allows
 _SHARE = "use samestep.sum, samestep.mean or, for a value of each sample, samestep.gather"
 _ON_ALL_RANKS = "; loop over the loader and call it on every rank, outside of `if rank == 0`"
 _NOISE = (
-    "{} prints other numbers, by as much as it prints others {} from changed last bits: rounding that the training "
-    "amplifies, see docs/verify.md"
+    "{} prints other numbers, by as much as it prints others {} from changed last bits; see What rounding is in "
+    "docs/verify.md"
 )
 _CHOICE = "the choice depends on one rank's share; decide by samestep.sum(correct) or samestep.mean(loss)"
 _TOTAL = (

@@ -151,7 +151,7 @@ class Search:
         return (
             f"from step {compared.step + 1} on the training itself amplifies rounding, as it does from step "
             f"{nudged.step + 1} on where {first.processes} start{'s' * (first.size == 1)} from changed last bits"
-            f"{loss}"
+            f"{loss}; see What rounding is in docs/verify.md"
         )
 
     def harmless(self, size: int) -> list[Cause]:

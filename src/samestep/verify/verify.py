@@ -103,12 +103,13 @@ class Report:
 
     @property
     def lines(self) -> list[str]:
-        """The report: remarks, further causes, findings in the output; the last line is the verdict."""
+        """The report: remarks, further causes, findings in the output, rounding; the last line is the verdict."""
         return [
             *(f"remark: {remark}" for remark in self.remarks),
             *(f"also: {cause.sentence}" for cause in self.harmful[1:]),
             *(f"no mistake: {cause.sentence}" for cause in self.causes if cause.is_harmless),
             *(f"printed: {line}" for line in self.findings),
+            *[f"rounding: {outcome.note}" for outcome in self.outcomes.values() if outcome.note][:1],
             str(self),
         ]
 
@@ -123,22 +124,20 @@ class Report:
             default = "the run without --same and " * (is_conversion and has_default)
             return f"{text}; {self.unfinished} {default}the comparison of what it prints"
         if self.verdict == "printed":
-            return f"{text}; what it prints is not the same, see above"
+            return f"what it prints is not the same, see above; {text}"
         is_cut = self.is_same_step and self.worst.first.fact("cut")
         return f"{text}; what it prints after the last of these steps was not compared" if is_cut else text
 
     def _step_verdict(self) -> str:
         worst = self.worst
         cause = f"; {self.harmful[0].sentence}" if self.harmful else ""
-        notes = [f"; {outcome.note}" for outcome in self.outcomes.values() if outcome.note][:1]
         match self.step:
             case "bits":
                 return "same to the bit"
             case "with_same":
-                same = f"same to rounding with --same; without it, {self.draws} are each rank's own"
-                return "".join([same, *notes])
+                return f"same to rounding with --same; without it, {self.draws} are each rank's own"
             case "augmented":
-                return "".join([_AUGMENTED, *notes])
+                return _AUGMENTED
             case "failed" if worst is self.outcomes.get(None):
                 return "the untouched script failed"
             case "failed":
@@ -152,8 +151,7 @@ class Report:
         largest = max(outcome.distance for outcome in self.outcomes.values())
         noise = "the first run from changed last bits differs as much in each tensor"
         rounding = f"same to rounding: {f'{largest:.1e}' if largest else noise}"
-        bits = f", not the same bits: {worst.bits}; {EXACT}" if self.wants_bits else ""
-        return "".join([rounding, *notes, bits])
+        return f"{rounding}, not the same bits: {worst.bits}; {EXACT}" if self.wants_bits else rounding
 
 
 def verify(
