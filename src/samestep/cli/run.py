@@ -166,7 +166,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             if options["same"]:
                 env["SAMESTEP_SAME"] = "1"
             started = Script(
-                name=script,
+                name="<stdin>" if script == "-" else script,
                 command=_argv(file, args, options),
                 size=size,
                 shown=_shown(options, _MANY if where else size),
