@@ -74,7 +74,7 @@ def predicted(network: Network, home: Path, pause: str) -> Rows:
         print(f"link of {rate} Mbit/s: {links[rate]}", flush=True)
     for shape in sorted({shape for shape, _, _ in CASES}):
         plan = Plan([EMULATED, shape, pause], variants([1, 2], [], 1), 1, 24, False)
-        found = rows_of(measure(plan, lambda *_: None), plan.variants)
+        found = rows_of(measure(plan, lambda *_: None)[0], plan.variants)
         for _, rate, size in (case for case in CASES if case[0] == shape):
             step_s = model_of(plan, found, links[rate]).step_s
             rows += [

@@ -99,7 +99,7 @@ def limit(part: str, network: Any, home: Path) -> str | None:
             network.limit(node, f"{part.split()[1]}mbit")
         found = [measured_of(part, on_nodes(network, home), two, 0, 0.0)]
     else:
-        found = measure(Plan([__file__, part], [two], 1, 20, False), lambda *_: None)
+        found, _ = measure(Plan([__file__, part], [two], 1, 20, False), lambda *_: None)
     row = rows_of(found, [two])[0]
     said = limit_of(row, row)
     return said.name if said else None

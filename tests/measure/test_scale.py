@@ -294,7 +294,7 @@ def run_of(size, repeat=0, seconds=0.1, settings=(), **parts):
     of = dict.fromkeys(SHOWN, 0.0) | {"compute": seconds} | parts
     step, rank = sum(of.values()), dict.fromkeys(PARTS, 0.0)
     said = Breakdown(step, 64 / step, 6400, of, [rank] * size, None, None)
-    return Measured(Variant(size, 1, settings), repeat, 1.0, said)
+    return Measured(Variant(size, 1, settings), repeat, 1.0, 200, said)
 
 
 def of_sizes(*runs):

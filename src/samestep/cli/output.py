@@ -26,7 +26,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _NUMBER = re.compile(r"[0-9.,:]*(e[+-][0-9]+)?( [kMG]B| %| m?s)?|-")
 _LAST_COLUMN = 10  # the least width of a table's last column
-_BAR = 30  # the width of a progress bar
+_BAR, _LEAST_BAR = 30, 4  # the width of a progress bar
 
 
 class _Help(click.HelpFormatter):
@@ -164,10 +164,11 @@ class _Line:
         is_over = False
         while not is_over:
             is_over = self._is_over.wait(0.25)
-            full = round(_BAR * min(1, self.done / self._total)) if self._total else 0
-            bar = f" [{'=' * full:{_BAR}}]" if self._total else ""
             minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
             columns = room() - 1
+            wide = max(_LEAST_BAR, min(_BAR, columns - len(f"{self._text} [] {minutes}:{seconds:02}")))
+            full = round(wide * min(1, self.done / self._total)) if self._total else 0
+            bar = f" [{'=' * full:{wide}}]" if self._total else ""
             text = f"{self._text}{bar} {minutes}:{seconds:02}"
             shown = text if len(text) <= columns else self._text[:columns]
             click.echo(f"\r{shown}\x1b[K", nl=False, err=True)

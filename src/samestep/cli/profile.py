@@ -21,7 +21,11 @@ from samestep.text import size
 @click.option("--steps", default="20:25", metavar="A:B", help="Record steps A up to B - 1  [20:25]")
 @click.option("--ranks", metavar="0,3", help="Record these ranks  [all]")
 @click.option(
-    "-o", "--out", default="trace.json", type=click.Path(dir_okay=False), help="New file  [trace.json]"
+    "-o",
+    "--out",
+    default="trace.json",
+    type=click.Path(dir_okay=False),
+    help="The trace, which replaces an older one  [trace.json]",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script")

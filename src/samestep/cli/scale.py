@@ -1,7 +1,10 @@
 """`samestep scale`: measures a script at several numbers of processes, or under several settings, and judges."""
 
 import os
-from collections.abc import Mapping
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,7 @@ from samestep.text import counted, unbroken
 
 if TYPE_CHECKING:
     from samestep.measure.predict import Link, Prediction
+    from samestep.measure.scale import Variant
 
 
 @verb("samestep scale", allow_interspersed_args=False)
@@ -67,27 +71,41 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     if not chosen:
         raise UsageError(f"{lacking[0]}; leave it out")
     lacking += _crowded(max(variant.processes for variant in chosen))
+    lacking += _without_effect(chosen)
     plan = Plan(words, chosen, options["repeat"], options["steps"], options["weak"])
     with end_on_signals():
-        with progress(len(chosen) * plan.repeat) as report_progress:
-            rows = rows_of(measure(plan, report_progress), chosen, plan.weak)
+        try:
+            with progress(len(chosen) * plan.repeat) as report_progress:
+                measured, failures = measure(plan, report_progress)
+        except KeyboardInterrupt:
+            click.echo(
+                f"samestep scale: runs are kept in {plan.directory}; the same command goes on", err=True
+            )
+            raise
+        rows = rows_of(measured, chosen, plan.weak)
         predicted: list[Prediction] = []
         try:
             model = model_of(plan, rows, link) if predicted_sizes else None
             predicted += (model.predict(size) for size in predicted_sizes if model)
         except WorkerFailed as error:  # still report what was measured
             lacking.append(f"Not predicted: {error}")
+    if (least := min(run.steps for run in measured)) < plan.steps:
+        lacking.append(f"A run ended after {least} of the {plan.steps} steps: that is all the script takes")
+    lacking += (f"{variant.in_words} failed" for variant in failures)
     text = " ".join([verdict(rows), *(f"{why}." for why in lacking)])
     report = Report(rows, text, predicted)
     document: dict[str, object] = {
         "script": words,
+        "host": os.uname().nodename,
+        "made": time.time(),
         "weak": plan.weak,
         "steps": plan.steps,
         "rows": [row.facts() for row in rows],
         "verdict": report.verdict,
         "predicted": [vars(prediction) for prediction in predicted],
     }
-    written = report.write(plan.directory, " ".join(words), document)
+    made = f"{shlex.join(['samestep', *sys.argv[1:]])}, on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M')}"
+    written = report.write(plan.directory, " ".join(words), made, document)
     if options["as_json"]:
         print_json(document, indent=1)
     else:
@@ -97,12 +115,18 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
         for text in report.sentences():
             click.echo(fill(unbroken(text), room()).replace("\xa0", " ") + "\n")
         click.echo(f"Report: {written}")
+    for failure in failures.values():
+        click.echo(f"\n{failure}", err=True)
+    if failures:
+        raise SystemExit(1)
 
 
 def check(options: Mapping[str, Any]) -> "tuple[list[int], list[int], Link | None]":
-    """Check -n, --predict and --link before anything runs; returns sizes, predicted sizes, and the link."""
+    """Check -n, --vary, --predict and --link before anything runs; returns sizes, predicted sizes, and the link."""
     from samestep.measure.predict import link_of
+    from samestep.measure.scale import choices_of
 
+    choices_of(options["vary"])
     if options["link"] and not options["predict"]:
         raise UsageError("--link is for --predict; add the sizes to predict, such as --predict 8,16")
     if options["vary"] and options["predict"]:
@@ -117,6 +141,17 @@ def _crowded(processes: int) -> list[str]:
     if processes <= (here := len(cores())) or not are_cores_free(os.environ):
         return []
     return [f"{processes} processes shared {counted(here, 'core')} and slowed each other down"]
+
+
+def _without_effect(chosen: "Sequence[Variant]") -> list[str]:
+    """NCCL's variables where the runs use Gloo."""
+    uses_nccl = visible_devices(os.environ) or any(
+        variant.asked.get("backend") == "nccl" for variant in chosen
+    )
+    names = dict.fromkeys(
+        name for variant in chosen for name, _ in variant.settings if name.startswith("NCCL_")
+    )
+    return [] if uses_nccl else [f"{name} has no effect here, where the runs use Gloo" for name in names]
 
 
 def _usual_sizes(varies: bool) -> list[int]:

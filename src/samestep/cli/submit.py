@@ -70,8 +70,7 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
             raise UsageError(
                 f"--scale {scale} is no list of options ({error}); close the quotation"
             ) from None
-        # find a wrong option now, not after hours in the queue
-        check(scale_command.make_context("samestep scale", [*job_fields["scale"], script]).params)
+        _check_scale(scale, [*job_fields["scale"], script])
     folder = given.pop("run_dir") or os.environ.get("SAMESTEP_RUN_DIR")
     chosen = _over(load_profile(profile, os.environ), given)
     if given.get("wait") is not None and chosen.launcher != "samestep" and not job_fields["one_run"]:
@@ -96,6 +95,17 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
     where = slurm.output_of(job, number)
     follow = f"follow it with `tail -F {shlex.quote(where)}`" if where else f"its output goes to {job.output}"
     click.echo(f"job {number}; {follow}")
+
+
+def _check_scale(text: str, words: list[str]) -> None:
+    """Find a wrong option now, not after hours in the queue."""
+    try:
+        options = scale_command.make_context("samestep scale", words).params
+    except click.ClickException as error:
+        raise UsageError(f"--scale {text}: {error.format_message()} See `samestep scale --help`.") from None
+    if options["args"]:
+        raise UsageError(f"--scale {text} has the word {options['script']}, which is no option; leave it out")
+    check(options)
 
 
 def _over(profile: Profile, given: dict[str, Any]) -> Profile:

@@ -168,7 +168,8 @@ class Model:
     def predict(self, size: int) -> Prediction:
         if size > self.pieces and not self.weak:  # samestep.loader refuses it
             raise WorkerFailed(
-                f"{size} processes cannot share the {self.pieces} samples or microbatches of a step"
+                f"{size} processes cannot share the {self.pieces} samples or microbatches of a step; with --weak each "
+                "process has as many"
             )
         step, waits = self.step_s(size)
         by_cap = {cap: self.step_s(size, cap)[0] for cap in CAPS_MB}
@@ -176,7 +177,8 @@ class Model:
         measured = self.rows[0].step_s
         spread = 1 + (measured.high - measured.low) / 2 / measured.value + _ERROR
         rate = self.batch * (size if self.weak else 1) / step
-        efficiency = rate * self.step_s(1)[0] / self.batch / size
+        first = self.rows[0]  # efficiencies of the measured sizes are relative to it, too
+        efficiency = rate * first.variant.size / first.throughput.value / size
         interval, gain = (rate / spread, rate * spread), step / by_cap[best]
         return Prediction(size, step, rate, *interval, efficiency, waits / step, best, gain, str(self.link))
 

@@ -45,7 +45,7 @@ class Report:
     verdict: str
     predicted: Sequence[Prediction]
 
-    def write(self, directory: Path, title: str, document: Mapping[str, object]) -> Path:
+    def write(self, directory: Path, title: str, made: str, document: Mapping[str, object]) -> Path:
         """Write report.json, report.html and, with matplotlib, the plots as PNG; returns the path of the page."""
         write_atomically(directory / "report.json", json.dumps(document, indent=1).encode(), 0o644)
         plots = plots_of(self.rows, directory)
@@ -59,7 +59,7 @@ class Report:
             f"<style>{_STYLE}</style><h1>How {name} scales</h1>{body}"
             f'<div class="plots">{figures}</div>{"".join(map(_html, self.tables()))}'
             "<p>Medians, with the middle half of the runs in brackets. Speed-ups are of runs beside each other.</p>"
-            "</html>\n"
+            f"<p>{html.escape(made)}</p></html>\n"
         )
         page = directory / "report.html"
         write_atomically(page, text.encode(), 0o644)
@@ -90,12 +90,10 @@ class Report:
         if not self.predicted:
             return [self.verdict]
         last = self.predicted[-1]
-        best = f"At {last.size} processes no other size of buckets is better than DDP's own."
-        if last.best_gain > 1.02:
-            best = (
-                f"At {last.size} processes buckets of {last.best_mb:g} MB (replicate(bucket_cap_mb={last.best_mb:g})) "
-                f"are {last.best_gain:.2f} times as fast as DDP's own."
-            )
+        best = (
+            f"At {last.size} processes buckets of {last.best_mb:g} MB (replicate(bucket_cap_mb={last.best_mb:g})) are "
+            f"best: {last.best_gain:.2f} times as fast as DDP's own."
+        )
         return [self.verdict, f"Predicted for a link of {last.link}. {best}"]
 
 
@@ -128,9 +126,10 @@ def plots_of(rows: Sequence[Row], directory: Path) -> list[str]:
     sizes = [row.variant.size for row in rows]
     # sizes have a linear axis, so that the ideal is a straight line; settings are side by side
     are_sizes = len({*sizes}) == len(sizes)
-    names = [str(row.variant).replace(", ", "\n") for row in rows]
+    names = [str(row.variant) for row in rows]
     for name, draw in (("throughput", _throughput), ("speedup", _speedup), ("step", _step)):
-        figure = Figure(figsize=(5, 3.6 if are_sizes else 5), layout="constrained")
+        height = 3.6 if are_sizes else 3.6 + 0.08 * max(map(len, names))
+        figure = Figure(figsize=(5, height), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         at = sizes if are_sizes and draw is not _step else list(range(len(rows)))
@@ -155,7 +154,7 @@ def _throughput(axes: Any, rows: Sequence[Row], at: Sequence[int], are_sizes: bo
 
 def _speedup(axes: Any, rows: Sequence[Row], at: Sequence[int], are_sizes: bool) -> None:
     _line(axes, at, [row.speedup for row in rows], "{:.2f}", are_sizes)
-    if are_sizes:
+    if are_sizes and len(at) > 1:
         axes.plot(at, [size / at[0] for size in at], "--", color="#555", label="ideal")
         axes.legend(loc="upper left")  # above the ideal
     axes.set(title="Speed-up", ylabel="times as fast")

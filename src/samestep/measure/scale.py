@@ -1,7 +1,7 @@
 """Runs a script at several sizes or settings in turns, and keeps the step times of each run.
 
-Covered: an interrupted measurement continues where it was; disturbances of the machine affect all variants equally,
-because each repeat runs all of them.
+Covered: an interrupted measurement continues where it was, unless the script has changed; disturbances of the machine
+affect all variants equally, because each repeat runs all of them; a variant that fails leaves the others measured.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import TextIO
 
-from samestep.errors import UsageError
+from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.trial import Trial
 from samestep.placement.devices import cores as usable_cores
 from samestep.placement.devices import masked, visible_devices
@@ -117,6 +117,7 @@ class Measured:
     variant: Variant
     repeat: int
     seconds: float  # from the start of the launcher to the end
+    steps: int
     said: Breakdown
 
 
@@ -130,12 +131,20 @@ class Plan:
 
     @cached_property
     def directory(self) -> Path:
-        """The directory of the results; the same plan has the same directory."""
+        """The directory of the results; the same plan of the same script has the same directory."""
         variants = [*map(asdict, self.variants)]
-        facts = json.dumps([os.getcwd(), list(self.script), variants, self.steps, self.weak])
+        facts = json.dumps([os.getcwd(), list(self.script), variants, self.steps, self.weak, self._contents])
         root = Path(os.environ.get("SAMESTEP_RUN_DIR") or "runs")
         name = next((Path(word).stem for word in self.script if word != "-m"), "script")
         return root / f"scale-{name}-{hashlib.sha256(facts.encode()).hexdigest()[:6]}"
+
+    @property
+    def _contents(self) -> list[str]:
+        """Digests of the script and of the Python files beside it, which it may import."""
+        is_module = self.script[0] == "-m"
+        path = Path(self.script[1].replace(".", "/") if is_module else self.script[0])
+        files = sorted({path, *path.parent.glob("*.py")} if path.suffix or is_module else {path})
+        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
 
     def trial(self, variant: Variant, directory: Path, env: Mapping[str, str]) -> Trial:
         """A run of a variant, which ends after the plan's steps."""
@@ -147,6 +156,20 @@ class Plan:
 
 def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> list[Variant]:
     """Every size with every combination of the settings; a process has the same number of cores at all sizes."""
+    here, most = len(usable_cores()), max(sizes)
+    if each and "SLURM_JOB_ID" not in os.environ and each > max(1, here // most):
+        raise UsageError(
+            f"--cores {each} is more than {counted(here, 'core')} give each of {counted(most, 'process')}; write at "
+            f"most {max(1, here // most)}"
+        )
+    cores = each or count(os.environ, "SLURM_CPUS_PER_TASK") or max(1, here // most)
+    chosen = [Variant(size, cores, settings) for size in sizes for settings in product(*choices_of(vary))]
+    _check_room(chosen, cores)
+    return chosen
+
+
+def choices_of(vary: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Each --vary as its name with each of its values, checked."""
     choices = []
     for text in vary:
         name, _, values = text.partition("=")
@@ -161,6 +184,8 @@ def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> lis
             raise UsageError(
                 f"--vary {text} names no setting; choose from {', '.join(_NAMES)}, or write a variable in capitals"
             )
+        if name == "nodes" and not all(value.isdecimal() and int(value) for value in values.split(",")):
+            raise UsageError(f"--vary {text} has a value that is no number of nodes; write nodes=1,2")
         if name == _NUMBER and not all(value.replace(".", "", 1).isdecimal() for value in values.split(",")):
             raise UsageError(
                 f"--vary {text} has a value that is not a number; write for instance {name}=1,25"
@@ -169,15 +194,8 @@ def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> lis
             raise UsageError(
                 f"--vary {name}={min(unknown)} is unknown; choose from {', '.join(_CHOICES[name])}"
             )
-        choices.append([(name, value) for value in values.split(",")])
-    if each and "SLURM_JOB_ID" not in os.environ and each > (here := len(usable_cores())):
-        raise UsageError(
-            f"--cores {each} is more than the {counted(here, 'core')} here; write at most {here}"
-        )
-    cores = each or count(os.environ, "SLURM_CPUS_PER_TASK") or max(1, len(usable_cores()) // max(sizes))
-    chosen = [Variant(size, cores, settings) for size in sizes for settings in product(*choices)]
-    _check_room(chosen, cores)
-    return chosen
+        choices.append([(name, value) for value in dict.fromkeys(values.split(","))])
+    return choices
 
 
 def _check_room(chosen: Sequence[Variant], cores: int) -> None:
@@ -185,6 +203,12 @@ def _check_room(chosen: Sequence[Variant], cores: int) -> None:
     nodes = tasks_per_node(text) if (text := os.environ.get("SLURM_JOB_CPUS_PER_NODE")) else []
     room = sum(here // cores for here in nodes)
     most = max((variant.processes for variant in chosen if variant.launcher[:1] == ["srun"]), default=0)
+    wanted = max((int(variant.asked.get("nodes", 1)) for variant in chosen), default=1)
+    if nodes and wanted > len(nodes):
+        raise UsageError(
+            f"--vary nodes={wanted} is more than the {counted(len(nodes), 'node')} of this Slurm allocation; use at "
+            f"most {len(nodes)}"
+        )
     if nodes and most > room:
         of_cores = f" of {counted(cores, 'core')} each"
         raise UsageError(
@@ -193,10 +217,13 @@ def _check_room(chosen: Sequence[Variant], cores: int) -> None:
         )
 
 
-def measure(plan: Plan, report: Callable[[int, str, str], None]) -> list[Measured]:
-    """All runs of the plan, including those of an interrupted measurement."""
+def measure(
+    plan: Plan, report: Callable[[int, str, str], None]
+) -> tuple[list[Measured], dict[Variant, WorkerFailed]]:
+    """All runs of the plan, including those of an interrupted measurement, and the variants that failed."""
     # Before each run, `report` gets the number of finished runs, the next run, and the time left. Raises WorkerFailed
-    # if a run fails, UsageError if the script takes no steps that can be measured.
+    # if the script fails before anything else could matter, UsageError if it takes no steps that can be measured.
+    failures: dict[Variant, WorkerFailed] = {}
     plan.directory.mkdir(parents=True, exist_ok=True)
     order = []
     for repeat in range(plan.repeat):
@@ -206,16 +233,24 @@ def measure(plan: Plan, report: Callable[[int, str, str], None]) -> list[Measure
         measured = _kept(plan.directory, file)
         done = {(run.variant, run.repeat) for run in measured}
         for number, (variant, repeat) in enumerate(order, 1):
-            if (variant, repeat) in done:
+            if (variant, repeat) in done or variant in failures:
                 continue
             left = ""
             if measured:
                 mean_s = sum(run.seconds for run in measured) / len(measured)
                 left = f", about {duration(mean_s * (len(order) - number + 1))} left"
             report(number - 1, f"run {number} of {len(order)}: {variant.in_words}", left)
-            measured.append(_run(plan, variant, repeat))
+            try:
+                measured.append(_run(plan, variant, repeat))
+            except WorkerFailed as error:
+                if not measured and not variant.settings:
+                    raise  # the script itself is broken, at the smallest size
+                failures[variant] = error
+                continue
             print(json.dumps(asdict(measured[-1])), file=file, flush=True)
-    return measured
+    if not measured:
+        raise next(iter(failures.values()))
+    return measured, failures
 
 
 def _kept(directory: Path, file: TextIO) -> list[Measured]:
@@ -258,11 +293,11 @@ def measured_of(name: str, run: Path, variant: Variant, repeat: int, seconds: fl
             f"{name} took too few steps over samestep.loader or samestep.steps with {variant.in_words} to be measured; "
             "give it more to do, or convert it first"
         )
-    return Measured(variant, repeat, seconds, times_together)
+    return Measured(variant, repeat, seconds, readings[0].progress.rows, times_together)
 
 
 def _from_json(line: str) -> Measured:
     facts = json.loads(line)
     size, cores, settings = (facts["variant"][name] for name in ("size", "cores", "settings"))
     variant = Variant(size, cores, tuple((name, value) for name, value in settings))
-    return Measured(variant, facts["repeat"], facts["seconds"], Breakdown(**facts["said"]))
+    return Measured(variant, facts["repeat"], facts["seconds"], facts["steps"], Breakdown(**facts["said"]))

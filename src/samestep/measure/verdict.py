@@ -143,8 +143,8 @@ class Row:
 
 def rows_of(measured: Sequence[Measured], variants: Sequence[Variant], weak: bool = False) -> list[Row]:
     runs = {variant: [run for run in measured if run.variant == variant] for variant in variants}
-    base = runs[variants[0]]
-    return [Row(variant, runs[variant], base, weak) for variant in variants if runs[variant] and base]
+    ran = [variant for variant in variants if runs[variant]]
+    return [Row(variant, runs[variant], runs[ran[0]], weak) for variant in ran]
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,8 @@ def _best(best: Row, others: Sequence[Row]) -> str:
         return f"{best.variant} is fastest."
     ratio = best.over(second.runs)
     comparison = f"{ratio} times as fast as {second.variant}"
+    if len(best.runs) == 1:
+        return f"In one run of each, {best.variant} was {comparison}."
     if ratio.low <= 1.0:
         return f"No setting is clearly faster than the others: {best.variant} is {comparison}."
     return f"{best.variant} is fastest: {comparison}."

@@ -109,12 +109,12 @@ def _size_of_parent() -> int:
     return 1
 
 
-def by_hand(rank: int | None, size: int | None, rendezvous: str) -> dict[str, str]:
+def by_hand(rank: int | None, size: int | None, rendezvous: str | None) -> dict[str, str]:
     """torch's variables for a process that its script has started and numbered."""
     if type(rank) is not int or type(size) is not int:
         given, missing = ("rank", "size") if size is None else ("size", "rank")
         raise PlacementError(f"init got {given}= without {missing}=; give both, as whole numbers")
-    match = re.fullmatch(r"tcp://(.+):([0-9]{1,5})|env://", rendezvous)
+    match = re.fullmatch(r"tcp://(.+):([0-9]{1,5})|env://", str(rendezvous))
     if not match:
         raise PlacementError(
             f"rendezvous={rendezvous!r} is not a meeting point; write tcp://HOST:PORT or env://"
