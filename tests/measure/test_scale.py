@@ -22,6 +22,12 @@ from samestep.measure.verdict import limit_of, rows_of, verdict
 from samestep.steptimes import PARTS, SHOWN, Breakdown
 
 PLANTED = Path(__file__).with_name("planted.py")
+FAILS = f"""
+import os
+if os.environ["WORLD_SIZE"] == "2":
+    raise ValueError("two")
+runpy.run_path({str(PLANTED)!r}, run_name="__main__")
+"""
 NAMED = {
     "loader": "The loader",
     "rank": "A slow rank",
@@ -121,6 +127,19 @@ def test_a_failing_script_ends_it_with_the_runs_own_report(tmp_path):
     assert "ValueError: seven" in err
     assert code == 1
     assert "seven" in (tmp_path / re.search(r"^Logs: (\S+)$", err, re.MULTILINE)[1]).read_text()
+
+
+def test_a_size_that_fails_leaves_the_others_measured_and_a_changed_script_is_measured_anew(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys, runpy\nsys.argv = ['planted.py', 'nothing']\n{FAILS}")
+    words = ("-n", "1,2", "--repeat", "1", "--steps", "12", "train.py")
+    out, err, code = ended(scale(tmp_path, *words))
+    assert (code, "2 processes failed." in " ".join(out.split())) == (1, True)
+    assert "ValueError: two" in err
+    kept = {path.name for path in tmp_path.glob("runs/*")}
+    script.write_text(script.read_text() + "# changed\n")
+    assert "run 1 of 2: 1 process" in ended(scale(tmp_path, *words))[1]
+    assert len({path.name for path in tmp_path.glob("runs/*")} - kept) == 1
 
 
 def test_what_the_script_printed_stands_before_a_report_without_an_exception():
@@ -257,6 +276,7 @@ def test_throughput_and_step_of_a_row_agree():
             "method=dataparallel was not measured: it needs 2 devices, and 0 are visible",
         ),
         ("launcher=srun", "launcher=srun was not measured: it needs srun in a Slurm allocation"),
+        ("nodes=0", "nodes=0 has a value that is no number of nodes"),
         ("nodes=1,2", "nodes=1 was not measured: it needs srun in a Slurm allocation"),
     ],
 )
@@ -352,6 +372,8 @@ def test_a_setting_is_faster_only_beyond_the_spread():
     assert "limits 2 processes, bucket_cap_mb=1 (" in faster  # judged is the fastest, not the last
     assert "No setting is clearly faster" in verdict(of_sizes(*base, *runs(0.08, 0.12, 0.09, 0.11)))
     assert "fastest" not in verdict(of_sizes(*base))  # nothing was measured beside it
+    once = verdict(of_sizes(runs(0.05)[0], base[0]))
+    assert "In one run of each, 2, bucket_cap_mb=1 was 2.00 times as fast" in once
 
 
 @pytest.mark.slow

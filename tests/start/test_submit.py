@@ -68,11 +68,19 @@ def test_the_page_on_slurm_shows_a_script_as_it_is_written() -> None:
     assert f"```bash\n{(SCRIPTS / 'idris-v100.sh').read_text()}```" in page.read_text()
 
 
-def test_a_wrong_option_of_scale_is_found_before_the_job_waits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("-n 1 --stepps 9", "--stepps"),
+        ("other.py -q", "--scale other.py -q has the word other.py, which is no option; leave it out"),
+        ("--vary foo=1,2", "--vary foo=1,2 names no setting"),
+        ("-n x", "-n x is not a list"),
+    ],
+)
+def test_a_wrong_option_of_scale_is_found_before_the_job_waits(tmp_path: Path, wrong: str, said: str) -> None:
     (tmp_path / "train.py").touch()
-    done = _samestep("submit", "--dry-run", "--scale", "-n 1 --stepps 9", "train.py", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--stepps" in done.stderr
+    done = _samestep("submit", "--dry-run", "--scale", wrong, "train.py", cwd=tmp_path)
+    assert (done.returncode, said in done.stderr) == (2, True)
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:

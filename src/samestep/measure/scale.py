@@ -159,8 +159,8 @@ def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> lis
     here, most = len(usable_cores()), max(sizes)
     if each and "SLURM_JOB_ID" not in os.environ and each > max(1, here // most):
         raise UsageError(
-            f"--cores {each} is more than {counted(here, 'core')} give each of {counted(most, 'process')}; write at "
-            f"most {max(1, here // most)}"
+            f"--cores {each} is more than the {counted(here, 'core')} here have for each of {counted(most, 'process')};"
+            f" write at most {max(1, here // most)}"
         )
     cores = each or count(os.environ, "SLURM_CPUS_PER_TASK") or max(1, here // most)
     chosen = [Variant(size, cores, settings) for size in sizes for settings in product(*choices_of(vary))]

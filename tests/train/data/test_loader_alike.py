@@ -6,10 +6,11 @@ from io import StringIO
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import samestep
 from samestep import RanksDiffer
+from samestep.train.data.source import chosen
 
 
 def error_where_ranks_differ(world, match):
@@ -35,6 +36,45 @@ def test_floats_that_each_rank_drew_for_itself_are_said(world):
         samestep.loader(Subset(TensorDataset(apart, torch.zeros(9)), range(4)), 4)
     expected = "the samples of samestep.loader differ between rank 0 and rank 1"
     assert (expected in said.getvalue()) == (world.rank == 0 and world.size > 1)
+
+
+class Own(Dataset):
+    def __init__(self, rows, names=()):
+        self.rows, self.names, self.cache = rows, list(names), [None] * len(rows)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        self.cache[i] = torch.full((2,), float(samestep.init().rank))
+        return self.rows[i]
+
+
+class Wrapper(Dataset):
+    def __init__(self, base):
+        self.base = base
+
+    def __len__(self):
+        return len(self.base)
+
+    def __getitem__(self, i):
+        return self.base[i]
+
+
+def test_numbers_that_a_dataset_of_the_users_drew_for_itself_are_said_and_what_its_use_changes_is_not(world):
+    rank = float(world.rank)
+    alike = Own(np.ones((6, 2)), [f"/node{world.rank}/{i}.png" for i in range(6)])
+    apart = [Own(np.full((6, 2), rank)), Wrapper(Own(torch.full((6, 2), rank))), [(rank, "a")] * 6]
+    said = StringIO()
+    with redirect_stderr(said):
+        for _ in samestep.loader(alike, 4):
+            samestep.loader(alike, 4)
+        samestep.loader(Wrapper(alike), 4)
+        assert said.getvalue() == ""
+    for dataset in apart:
+        _, digest = chosen(dataset)
+        digests = samestep.gather([digest])
+        assert len(set(digests)) == world.size
 
 
 def test_samples_that_each_rank_has_added_for_itself_are_an_error_on_all_of_them(world):

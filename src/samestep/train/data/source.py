@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
@@ -15,6 +15,7 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -29,6 +30,7 @@ from samestep.train.data.order import Batched, Order, Sampled
 from samestep.train.data.stream import Stream
 from samestep.train.group.group import Group
 from samestep.train.group.world import World
+from samestep.train.step import Spine
 
 Item = TypeVar("Item", covariant=True)
 
@@ -225,7 +227,8 @@ def source_of(dataset: Any, options: dict[str, Any], world: World) -> FromMemory
 
 def agree(call: str, own: Kind, group: Group) -> Kind:
     """Collective. This rank's loader, after a check that all ranks' loaders iterate the same samples."""
-    indices, floats = chosen(own.dataset)
+    # what a dataset holds may change by its use, such as a cache, so compare it before that
+    indices, floats = chosen(own.dataset, is_unused=not group.the(Spine).batches)
     mine = {**own.facts(), "": indices}
     answers = group.all_gather(call, {**mine, "floats": floats})
     for rank, theirs in enumerate(answers):
@@ -248,17 +251,12 @@ def agree(call: str, own: Kind, group: Group) -> Kind:
     return own
 
 
-def chosen(dataset: Any) -> tuple[str, str]:
+def chosen(dataset: Any, *, is_unused: bool = True) -> tuple[str, str]:
     """Two digests that identify a dataset without loading a sample: of a Subset's indices and of labels in memory, and
-    of a few floats in memory, which each rank may have drawn for itself."""
+    of a few numbers in memory, which each rank may have drawn for itself."""
     digest, floats = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
-    waiting = [dataset]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, ConcatDataset):
-            waiting += part.datasets
-        elif isinstance(part, Subset):
-            waiting.append(part.dataset)
+    for part in _nested(dataset):
+        if isinstance(part, Subset):
             # some datasets have other keys than integers
             with suppress(TypeError, ValueError):
                 digest.update(np.fromiter(map(int, part.indices), np.int64).tobytes())
@@ -268,7 +266,39 @@ def chosen(dataset: Any) -> tuple[str, str]:
                     floats.update(content(tensor[:: max(1, len(tensor) // 2)]))
                 elif tensor.dim() == 1:
                     digest.update(content(tensor))
+        elif is_unused:
+            for value in (part, *getattr(part, "__dict__", {}).values()):
+                floats.update(content(_some_numbers(value, part)))
     return digest.hexdigest(), floats.hexdigest()
+
+
+def _nested(dataset: Any) -> Iterator[Any]:
+    """A dataset and those that it is made of, such as a Subset's, a ConcatDataset's or a wrapper's."""
+    waiting, seen = [dataset], set[int]()
+    while waiting:
+        if id(part := waiting.pop()) not in seen:
+            seen.add(id(part))
+            yield part
+            waiting += part.datasets if isinstance(part, ConcatDataset) else ()
+            waiting += (
+                value for value in getattr(part, "__dict__", {}).values() if isinstance(value, Dataset)
+            )
+
+
+def _some_numbers(value: Any, dataset: Any) -> list[Any]:
+    """The numbers of three samples in a list, tensor or array that has an element for each sample of a dataset."""
+    with suppress(TypeError, NotImplementedError):
+        length = len(dataset)
+        if length and isinstance(value, list | tuple | torch.Tensor | np.ndarray) and len(value) == length:
+            return [_numbers_in(value[at]) for at in (0, length // 2, length - 1)]
+    return []
+
+
+def _numbers_in(sample: Any) -> Any:
+    """A sample without its texts: the path of a file may be another on each node."""
+    if isinstance(sample, list | tuple):
+        return [_numbers_in(part) for part in sample]
+    return sample if isinstance(sample, torch.Tensor | np.ndarray | np.generic | int | float) else None
 
 
 def fingerprint(source: FromMemory | FromWorkers | None, dataset: Any) -> str:

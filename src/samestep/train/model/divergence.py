@@ -21,7 +21,7 @@ from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
 _EARLY = {1, 2, 5, 10, 20, 50, 100}
-_DECIDED = max(_EARLY)  # after this step the interval is chosen so that comparisons cost _COST of the time
+_DECIDED = (20, 100)  # after these steps the interval is chosen so that comparisons cost _COST of the time
 _OFTEN = (10, 20, 50, 100)
 _SELDOM = 200
 _COST = 0.01
@@ -71,7 +71,7 @@ class Divergence(Member, Subscriber):
             self._say_if_nan(replica.model, f"between steps {since} and {step}")
         self._since = time.monotonic()
         self._took_s = min(self._took_s, self._since - began)
-        if step == _DECIDED:
+        if step in _DECIDED:
             steps = _AND_AFTER * self._took_s / step_s
             self._every = pace(max(self.group.all_gather("samestep's comparison of replicas", steps)))
 
