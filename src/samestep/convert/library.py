@@ -27,6 +27,7 @@ from samestep.convert.source import Edit, takes_apart, values_given
 from samestep.convert.totals import MEANS_OF_LISTS
 from samestep.convert.unknown import Unknown
 from samestep.convert.values import (
+    LENGTH,
     NUMBERS,
     ROWS,
     TURNED,
@@ -275,6 +276,9 @@ class Library(Unknown):
             return self.part_of(self.shape(first), 0)
         if first.kind == Kind.OTHER:
             return other("is a length of what a share makes", first)
+        if first.kind == "list" and LENGTH in first.of:
+            length: Value = first.of[LENGTH]
+            return length
         is_filled = first.kind == "list" and first.is_shared and first.of.keys() == {None}
         return Value(Kind.PASSES if is_filled else Kind.ALIKE)
 

@@ -4,9 +4,9 @@ import ast
 import re
 from dataclasses import replace
 
+from samestep.convert.adding import Adding
 from samestep.convert.project import Scope
 from samestep.convert.source import elements_added, name_of
-from samestep.convert.totals import Totals
 from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, models_of, other
 
 _OWN_LOSS = (
@@ -16,7 +16,7 @@ _OWN_LOSS = (
 _HOLDS = "holds values of this process's share"
 
 
-class Names(Totals):
+class Names(Adding):
     """A place is a scope and a name in it; `a.b` and `a[0]` are names in the scope of `a`."""
 
     def bind(self, target: ast.AST, value: Value, node: ast.expr | None = None) -> None:

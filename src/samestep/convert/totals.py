@@ -8,13 +8,22 @@ from typing import Any
 
 from samestep.convert.project import Following, Frame, Scope
 from samestep.convert.signatures import CHOSEN, DIVIDES, IN_MODEL, NAMED, STACKS
-from samestep.convert.source import Edit, Source, is_flattened, makes_list, name_of, parts_of, shown_in
-from samestep.convert.values import NUMBERS, ROWS, TURNED, Kind, Loop, Sum, Value, Values, combined, join
+from samestep.convert.source import Edit, Source, is_flattened, name_of, parts_of, shown_in
+from samestep.convert.values import (
+    NUMBERS,
+    ROWS,
+    TURNED,
+    Kind,
+    Loop,
+    Sum,
+    Value,
+    Values,
+    join,
+)
 
 MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.average")
 _SUMMED = {*NUMBERS, Kind.PASSES}
 _OURS = ("model", "instance", "function")  # kinds of callees in the project
-_LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)  # bind less tightly than *
 # inside these nodes an expression needs no parentheses
 _APART = (ast.stmt, ast.Call, ast.keyword, ast.FormattedValue, ast.Dict, ast.DictComp)
 TOTAL = "is a total"
@@ -279,83 +288,12 @@ class Totals(Following):
         self.findings.guarded.add((source, start, source.end(statement)))
         return True
 
-    def around(self, value: Value) -> tuple[Loop | None, bool]:
-        """The outermost loop over batches since a value was set, and whether a loop over samples is around."""
-        outer = [loop for loop in self.loops if loop.number not in value.since]
-        batches = [loop for loop in outer if loop.kind == "batches"]
-        return (batches[0] if batches else None), any(loop.kind == "rows" for loop in outer)
-
-    def accumulated(self, place: tuple[Scope, str], node: ast.expr, value: Value) -> Value:
-        """The value of a place after this value is added to it, with the edits that keep its total exact."""
-        old = place[0].find(place[1]) or Value()
-        if isinstance(node, ast.List) and len(node.elts) == 1:  # as append
-            item = node.elts[0]
-            return self.extended(old, self.around(old), item, self.known[item], is_flat=False)
-        if makes_list(value.origin[0] if value.origin and isinstance(node, ast.Name) else node):
-            return self.extended(old, self.around(old), node, value, is_flat=True)
-        batch, over_samples = self.around(old)
-        if over_samples and not (self.in_forward and old.kind in ROWS):
-            adds = value.kind in (Kind.ALIKE, Kind.ROW, Kind.PART, Kind.COUNT)
-            value = Value(Kind.PART) if adds else Value(Kind.OTHER, "is added up by sample")
-        added = value if batch is None else self.per_batch(batch, node, value)
-        mixes = old.kind in NUMBERS and added.kind == Kind.ALIKE  # a share's value and an equal value
-        mixes |= batch is None and not over_samples and old.is_shared and added.is_shared
-        mixes &= old.kind != added.kind
-        result = combined(ast.Add(), old, added) if mixes else join(old, added)
-        origin = result.origin if result.is_shared else None  # it is no constant any more
-        return replace(self.kept(result), since=old.since, origin=origin)
-
-    def per_batch(self, batch: Loop, node: ast.expr, value: Value) -> Value:
-        """The sum of a value over all batches of a loop."""
-        if value.kind == Kind.ALIKE and self.uneven:
-            return Value(Kind.OTHER, "is added up where this process's values say so")
-        if value.kind == Kind.ALIKE:
-            return Value(Kind.PASSES) if not batch.trains and batch.kind == "batches" else value
-        if node in self.learnt.eager:
-            return self.total(node)
-        origin = self._origin_in(batch, node)
-        is_late = value.kind == Kind.OTHER and value.edits and self.may_total()
-        if (value.kind == Kind.MEAN or is_late) and origin is not node:
-            self.learnt.eager.add(origin)
-            return Value()
-        if value.kind in (Kind.PART, Kind.COUNT) and self.guard(batch):
-            # what is added for single samples can only be totalled where the sum is used
-            nodes = frozenset({origin} if self.may_total() else ())
-            return Value(Kind.PART, Sum(batch, nodes))
-        if value.kind == Kind.MEAN and not self.uneven and self._scale(batch, node):
-            return Value(Kind.PART, Sum(batch, frozenset({node})))
-        if self.may_total() and value.kind != Kind.BATCH:
-            return self.total(node)
-        reason = value.of if isinstance(value.of, str) else None
-        return Value(Kind.OTHER, reason or "is added up over batches in a way that has no total")
-
-    def by_element(self, given: Value, node: ast.expr) -> Value:
-        """What `node` gets of each of the values that a function was given, to add it to a number of its own."""
-        batch, kinds = self.batches, {part.kind for part in given.parts}
-        if kinds <= {Kind.PART, Kind.COUNT} or not given.is_shared:
-            return join(*given.parts)
-        origin = self._origin_in(batch, node) if batch and self.may_total() else node
-        if origin is node:
-            return Value(Kind.OTHER, MADE_OF_SHARE)
-        self.learnt.eager.add(origin)
-        return Value()
-
     def _origin_in(self, batch: Loop, node: ast.expr) -> ast.expr:
         """The expression itself, or the call inside the loop whose function contains it."""
         frame, given = self.frame, node
         while frame is not batch.frame and frame.call is not None and frame.caller is not None:
             given, frame = frame.call, frame.caller
         return given
-
-    def _scale(self, loop: Loop, node: ast.expr) -> bool:
-        """Multiply a mean by this rank's fraction of the batch; False if the loader has no name here."""
-        if loop.text is None or loop.frame is not self.frame:
-            return False
-        is_sum = isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Mult | ast.Div)
-        share = f" * {loop.text}.share"
-        edits = self.source.wrapped(node, "(", f"){share}") if is_sum or isinstance(node, _LOOSE) else ()
-        self.findings.edit(*(edits or self.source.wrapped(node, "", share)))
-        return True
 
     def passed(self, node: ast.expr) -> Value:
         """The value of an argument of a function of the project, with the edits that total it."""
@@ -365,36 +303,3 @@ class Totals(Following):
         if around in self.learnt.eager and self.may_total():
             return self.total(node)
         return value.bare if value.kind in ROWS else value
-
-    def extended(
-        self, base: Value, around: tuple[Loop | None, bool], node: ast.expr, value: Value, *, is_flat: bool
-    ) -> Value:
-        """A list after a value, or with `is_flat` its elements, are added to it."""
-        batch, over_samples = around
-        if over_samples and value.kind in (Kind.ROW, Kind.ALIKE):
-            value = Value(Kind.OTHER, value.of) if value.of else Value(Kind.ROWS)
-        rows = join(*value.parts) if value.kind == "list" else value
-        is_late = value.is_shared and self.may_total() and not (self.batches and rows.kind in ROWS)
-        is_late &= value.kind not in (NUMBERS - {Kind.MEAN} if batch else NUMBERS)
-        if batch is not None and rows.kind in ROWS:
-            is_whole = rows.kind in (Kind.ROWS, Kind.BATCH) and self.guard(batch)
-            value = Value(Kind.ROWS, batch) if is_whole else Value(Kind.OTHER, "is a list")
-        elif is_late or (value.is_shared and self.may_total() and not self.batches):
-            value = self.total(node)
-        elif value.is_shared and batch is not None:
-            value = self.per_batch(batch, node, value)
-        if not value.is_shared:
-            return base
-        items = join(*base.parts, self.kept(value))
-        is_flat = items.kind == Kind.ROWS and (over_samples or is_flat)
-        return replace(items if is_flat else Value("list", {None: items}), since=base.since)
-
-    def divided(self, node: ast.AugAssign, old: Value, value: Value) -> Value:
-        """Follow `total /= count`, both of this rank's share: total them first."""
-        result, source = combined(node.op, old, value), self.source
-        is_ratio = isinstance(node.op, ast.Div) and old.kind in (Kind.PART, Kind.COUNT) and value.is_shared
-        if not is_ratio or not self.may_total():
-            return result
-        at = source.data.index(b"/=", source.end(node.target))
-        self.findings.edit(Edit(source, at, at + 2, f"= samestep.sum({source.text(node.target)}) /"))
-        return self.total(node.value)

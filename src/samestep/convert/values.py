@@ -39,6 +39,7 @@ ROWS = {Kind.BATCH, Kind.ROWS, Kind.SOME, Kind.VIEWS, *TURNED}
 BETWEEN = "compares samples of a share with each other"
 PAIRS = f"{BETWEEN}; see docs/losses.md"
 NUMBERS = {Kind.PART, Kind.COUNT, Kind.MEAN}
+LENGTH = "its length"  # the key of the length of a list that is filled sample by sample
 _SHARED = set(Kind) - {Kind.ALIKE}
 _A, _P, _C, _M = Kind.ALIKE, Kind.PART, Kind.COUNT, Kind.MEAN
 _TIMES: dict[tuple[str, str], Kind]
@@ -66,7 +67,7 @@ class Value:
     def parts(self) -> "Values":
         """The elements of a list or dict, or the element that a loop gets from an iterator."""
         if self.kind in ("list", "dict"):
-            return list(self.of.values())
+            return [part for key, part in self.of.items() if key != LENGTH]
         return [self.of.element] if self.kind == "each" else []
 
     @property
