@@ -16,6 +16,7 @@ from samestep.convert.values import (
     Value,
     combined,
     join,
+    models_of,
 )
 
 _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)  # bind less tightly than *
@@ -113,7 +114,7 @@ class Adding(Totals):
         elif value.is_shared and batch is not None:
             value = self.per_batch(batch, node, value)
         if not value.is_shared:
-            return base
+            return replace(base, models=models_of(base, value))
         items = join(*base.parts, self.kept(value))
         if items.kind == Kind.ROWS and (over_samples or is_flat):
             return replace(items, since=base.since)

@@ -9,7 +9,7 @@ from samestep.convert.library import Library
 from samestep.convert.project import Class, Frame, Function, Instance, Scope, Site
 from samestep.convert.rewrites import arguments
 from samestep.convert.signatures import NAMED, of_loss
-from samestep.convert.source import Edit, name_of, values_given
+from samestep.convert.source import Edit, Source, name_of, values_given
 from samestep.convert.values import (
     NUMBERS,
     ROWS,
@@ -197,10 +197,10 @@ class Calls(Library):
             if not isinstance(func := frame.call.func, ast.Attribute):
                 break
             frame, names = frame.caller, [(ast.unparse(func.value), names[-1][1])]
-        # replicate once, before the loop that calls this function again and again
-        while len(names) == 1 and frame.loops_before and frame.call is not None and frame.caller is not None:
+        # replicate once, before the loop or the lines that call this function again and again
+        while len(names) == 1 and frame.call is not None and frame.caller is not None:
             given = _given(frame, names[0][0])
-            if given is None:
+            if given is None or not (frame.loops_before or _is_called_again(frame.caller.source, frame.call)):
                 break
             frame, names = frame.caller, [(given, names[0][1])]
         names = names or [(ast.unparse(receiver), None)]
@@ -265,6 +265,12 @@ class Calls(Library):
 def without_gradients(text: str) -> int:
     """2 for a mark or a context without gradients, 1 where that is decided while the script runs, 0 for others."""
     return 2 if _WITHOUT_GRADIENTS.search(text) else int("set_grad_enabled" in text)
+
+
+def _is_called_again(source: Source, call: ast.Call) -> bool:
+    """Whether another line calls the same function."""
+    calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and node is not call)
+    return ast.unparse(call.func) in {ast.unparse(other_call.func) for other_call in calls}
 
 
 def _given(frame: Frame, name: str) -> str | None:

@@ -23,7 +23,7 @@ from samestep.convert.signatures import (
     over_rows,
     turns,
 )
-from samestep.convert.source import Edit, takes_apart, values_given
+from samestep.convert.source import Edit, name_of, takes_apart, values_given
 from samestep.convert.totals import MEANS_OF_LISTS
 from samestep.convert.unknown import Unknown
 from samestep.convert.values import (
@@ -45,6 +45,7 @@ _FUNCTIONAL = re.compile(r"torch\.(nn\.functional|special|linalg|fft|distributio
 # the numbers of the graphs that nodes belong to: their maximum is only a size
 _GRAPHS = re.compile(r"(batch|graph)\w*$")
 _SIZED_FIRST = {"zeros", "ones", "empty", "full", "rand", "randn", "random"}  # of NumPy
+_GROWING = ("dict", "OrderedDict", "defaultdict", "Counter")
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 
 
@@ -279,8 +280,19 @@ class Library(Unknown):
         if first.kind == "list" and LENGTH in first.of:
             length: Value = first.of[LENGTH]
             return length
+        if first.kind in NUMBERS and self._begins_empty(node.args[0]):
+            return other("is the number of keys that a share has", first)
         is_filled = first.kind == "list" and first.is_shared and first.of.keys() == {None}
         return Value(Kind.PASSES if is_filled else Kind.ALIKE)
+
+    def _begins_empty(self, node: ast.expr) -> bool:
+        """Whether a name is first given an empty dict, which then gets its keys from the data."""
+        around, name = self.frame.function or self.source.tree, ast.unparse(node)
+        assigned = [part for part in ast.walk(around) if isinstance(part, ast.Assign)]
+        made = [part.value for part in assigned if name in map(ast.unparse, part.targets)]
+        calls = [value for value in made if isinstance(value, ast.Call) and not value.keywords]
+        is_call = any(name_of(call) in _GROWING for call in calls)
+        return is_call or any(isinstance(value, ast.Dict) and not value.keys for value in made)
 
     def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:
         loop = self.each(first)

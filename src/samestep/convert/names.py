@@ -7,7 +7,7 @@ from dataclasses import replace
 from samestep.convert.adding import Adding
 from samestep.convert.project import Scope
 from samestep.convert.source import elements_added, name_of
-from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, models_of, other
+from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, other
 
 _OWN_LOSS = (
     "the model computes this loss itself, and it is taken for a mean over samples; for one over tokens, of which "
@@ -107,10 +107,8 @@ class Names(Adding):
         value = self.total(node.args[0]) if self.is_lost(receiver, True) else value
         around, is_flat = self.around(scope.find(name) or Value()), name_of(node) == "extend"
         extended = self.extended(base, around, node.args[0], value, is_flat=is_flat)
-        if extended.is_shared:
+        if extended.is_shared or value.models:
             scope.names[name] = extended
-        elif value.models:
-            scope.names[name] = replace(base, models=models_of(base, value))
         return Value()
 
     def place_of(self, target: ast.AST) -> tuple[Scope, str]:

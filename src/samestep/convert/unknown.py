@@ -36,7 +36,8 @@ class Unknown(Rewrites, Expressions):
             return self.parameters(node)
         if name_of(node) == "open":
             return self.file_opened(node)
-        if name_of(node) in NAMED["spread"] and Kind.COUNT in {value.kind for value in values}:
+        shape = [part for value in values for part in value.opened]
+        if name_of(node) in NAMED["spread"] and Kind.COUNT in {part.kind for part in shape}:
             return Value(Kind.VIEWS if name_of(node) == "repeat_interleave" else Kind.ROWS)
         values = [*values, *self._uses(values, node)]
         is_statement = isinstance(self.source.parents.get(node), ast.Expr)

@@ -33,6 +33,7 @@ from samestep.train.subscriber import Subscriber
 Value = TypeVar("Value")
 _Back = Callable[[torch.Tensor], torch.Tensor]
 _SMALL_BYTES = 1 << 16
+_COUNTED = "]: a number"  # how the name and kind of a number in a dict end
 _WIDE = {"c16": torch.complex128, "f8": torch.float64, "i8": torch.int64}
 _NARROW = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -40,7 +41,8 @@ _NARROW = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 def sum(value: Value) -> Value:
     """Collective. Add a value over all ranks.
 
-    value: a number, a tensor, a NumPy array, or a dict of them; of the same kind and shape on every rank.
+    value: a number, a tensor, a NumPy array, or a dict of them; of the same kind and shape on every rank. A key of a
+    dict of numbers that a rank does not have counts as 0 there.
 
     Returns the total in the same form: integers are exact. Gradients go through it. Raises RanksDiffer if the ranks
     brought different kinds or shapes, UsageError if the value or its total cannot be represented.
@@ -168,6 +170,8 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     payload = pack(head, [_array(leaf, weight, divide) for leaf in small])
     kinds = [f"{name}{_kind(leaf)}" for name, leaf in named.items()]
     packed, all_kinds = joined().total(call, kinds, payload, sums.add)
+    if isinstance(value, Mapping) and not divide and _have_other_keys(all_kinds):
+        return cast(Value, _weighted(call, _with_all_keys(call, value), weight, divide=False))
     _check_alike(call, all_kinds)
     (added, _), data = unpack(packed)
     weights, *totals = map(sums.value_of, added)
@@ -186,6 +190,28 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
         return _differentiable(call, leaf, summed, lambda gradient: gradient * part)
 
     return _rebuilt(value, map(total, named.values()))
+
+
+def _have_other_keys(ranks: Sequence[Sequence[str]]) -> bool:
+    """Whether all ranks brought dicts of numbers, and not all with the same keys in the same order."""
+    are_flat = all(kind.endswith(_COUNTED) and "][" not in kind for kinds in ranks for kind in kinds)
+    return are_flat and any(kinds != ranks[0] for kinds in ranks)
+
+
+def _with_all_keys(call: str, value: Mapping[Any, Any]) -> Any:
+    """Collective. A dict of numbers with the keys of every rank, in one order; those that it did not have are 0."""
+    try:
+        own = sums.written(list(value))
+    except TypeError as error:
+        own = f"{call} cannot send this key to other ranks: {error}"
+    ranks = joined().all_gather(call, own)
+    if wrong := [keys for keys in ranks if isinstance(keys, str)]:
+        raise UsageError(wrong[0])
+    keys = dict.fromkeys(key for keys in ranks for key in sums.read(keys))
+    copied: Any = copy.copy(value)
+    copied.clear()
+    copied.update({key: value.get(key, 0) for key in keys})
+    return copied
 
 
 class _MadeByAll(torch.autograd.Function):

@@ -340,12 +340,13 @@ def test_an_encoder_that_was_trained_is_tuned_in_another_model(world):
             loss.backward()
 
 
-def test_replicating_a_model_twice_is_an_error_at_any_size(world):
+def test_replicating_a_model_again_does_nothing_and_with_other_options_is_an_error(world):
     model = samestep.replicate(made())
-    with pytest.raises(UsageError, match="this model is replicated already; call replicate once"):
-        samestep.replicate(model)
-    with pytest.raises(UsageError, match="this model is replicated already"):
-        samestep.replicate(torch.compile(model, backend="eager"))
+    assert samestep.replicate(model) is model
+    compiled = torch.compile(model, backend="eager")
+    assert samestep.replicate(compiled) is compiled
+    with pytest.raises(UsageError, match="this model is replicated already, with other options"):
+        samestep.replicate(model, loss="sum")
     with pytest.raises(UsageError, match=r"replicate got a list; pass the torch.nn.Module itself"):
         samestep.replicate(list(model.parameters()))
 

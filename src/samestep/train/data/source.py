@@ -262,10 +262,10 @@ def chosen(dataset: Any, *, is_unused: bool = True) -> tuple[str, str]:
                 digest.update(np.fromiter(map(int, part.indices), np.int64).tobytes())
         elif isinstance(part, TensorDataset):
             for tensor in part.tensors:
-                if tensor.is_floating_point():
-                    floats.update(content(tensor[:: max(1, len(tensor) // 2)]))
-                elif tensor.dim() == 1:
+                if tensor.dim() == 1 and not tensor.is_floating_point():
                     digest.update(content(tensor))
+                else:
+                    floats.update(content(tensor[:: max(1, len(tensor) // 2)]))
         elif is_unused:
             for value in (part, *getattr(part, "__dict__", {}).values()):
                 floats.update(content(_some_numbers(value, part)))

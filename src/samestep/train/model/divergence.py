@@ -112,8 +112,9 @@ def _difference(name: str, column: Sequence[str | None], when: str) -> RanksDiff
     commonest, votes = Counter(column).most_common(1)[0]
     if votes * 2 <= len(column):
         return RanksDiffer(
-            f"{said} differs between {' and '.join(ranks.values())}; where the script puts a gradient of its share "
-            "into .grad, write samestep.mean(gradient), else start again, or from an older checkpoint"
+            f"{said} differs between {' and '.join(ranks.values())}; where forward sets it from its share, as to begin "
+            "with, or the script puts a gradient of its share into .grad, take samestep.mean(...) of that, else start "
+            "again, or from an older checkpoint"
         )
     odd = [rank for rank, value in enumerate(column) if value != commonest]
     return RanksDiffer(

@@ -31,6 +31,9 @@ class Replicas(Member, Models):
         super().__init__(group)
         # models in a world of one: they are left as they are, until `steps` needs their microbatches weighed
         self.alone: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        self.asked: weakref.WeakKeyDictionary[torch.nn.Module, object] = (
+            weakref.WeakKeyDictionary()
+        )  # with options
         self._references: list[weakref.ref[Replica]] = []
         self._num_made = 0
         self._any_moves_buffers = False

@@ -58,7 +58,8 @@ def replicate(
     sync_batchnorm: take BatchNorm's statistics from the whole batch. Default: as `same`.
     ddp: options of torch's DistributedDataParallel, such as find_unused_parameters=True.
 
-    Returns the model. Raises UsageError if an argument cannot be used, RanksDiffer if the ranks' models differ.
+    Returns the model. A second call with the same options does nothing. Raises UsageError if an argument cannot be
+    used, RanksDiffer if the ranks' models differ.
 
         model = samestep.replicate(Net().to(device))
     """
@@ -70,28 +71,54 @@ def replicate(
     target = _checked(model, ddp)
     group = joined()
     ddp |= json.loads(os.environ.get("SAMESTEP_DDP", "{}"))  # what `samestep scale --vary` tries
-    replicas, world, sums = group.the(Replicas), group.world, loss == "sum"
-    if replica_of(model) is not None or target in replicas.alone:
-        raise UsageError("this model is replicated already; call replicate once, on the model itself")
+    replicas, asked = group.the(Replicas), (same, exact, loss, sync_batchnorm, ddp)
+    if replicas.asked.get(target) == asked:
+        return model  # as where a function that trains it is called again
+    if replica_of(model) is not None or target in replicas.asked:
+        raise UsageError("this model is replicated already, with other options; call replicate once")
     _check_modes(same, exact, loss, sync_batchnorm)
     same = not exact and (os.environ.get("SAMESTEP_SAME") == "1" if same is None else same)
     check_every()
     group.the(Divergence)
-    if world.size == 1 and not exact:
-        replicas.alone[target] = sums
-        is_parallel = os.environ.get("SAMESTEP_METHOD") == "dataparallel"  # `samestep scale` compares with it
-        return torch.nn.DataParallel(model) if is_parallel else model  # type: ignore[return-value]
-    if world.size > 1:
-        _check_device(target, world.device)
+    if group.world.size > 1 or exact:
+        _make_replica(
+            target,
+            replicas,
+            same,
+            exact,
+            loss == "sum",
+            same if sync_batchnorm is None else sync_batchnorm,
+            ddp,
+        )
+    else:
+        replicas.alone[target] = loss == "sum"
+    replicas.asked[target] = asked
+    if group.world.size == 1 and not exact and os.environ.get("SAMESTEP_METHOD") == "dataparallel":
+        return torch.nn.DataParallel(model)  # type: ignore[return-value]  # `samestep scale` compares with it
+    return model
+
+
+def _make_replica(
+    target: torch.nn.Module,
+    replicas: Replicas,
+    same: bool,
+    exact: bool,
+    sums: bool,
+    synced: bool,
+    ddp: dict[str, Any],
+) -> None:
+    group = replicas.group
+    if group.world.size > 1:
+        _check_device(target, group.world.device)
         _check_own(target, replicas)
         check_alike(target, group)
         group.the(Optimizers)
-    if same if sync_batchnorm is None else sync_batchnorm:
+    if synced:
         convert(target)
     if exact:
         group.the(FixedArithmetic).fix()
         replicas.add(target, {}, sums=sums, tree=Tree(target, group, sums=sums))
-        return model
+        return
     if same:
         group.the(Draws).begin()
         group.the(Padding).begin()
@@ -104,7 +131,6 @@ def replicate(
             replicas.add(target, ddp, sums=sums)
     else:
         broadcast((*target.parameters(), *target.buffers()))
-    return model
 
 
 def _check_modes(same: bool | None, exact: bool, loss: str, sync_batchnorm: bool | None) -> None:

@@ -195,7 +195,8 @@ def _power(node: ast.AST, frame: FrameType | None, mine: int, depth: int) -> int
             ast.Call(func=ast.Name(id="len" | "sum") | ast.Attribute(attr="size" | "numel"))
             | ast.Subscript(value=ast.Attribute(attr="shape"))
         ):
-            return int(_rows(_source_of_length(node, frame, depth)) == mine)
+            source = _source_of_length(node, frame, depth)
+            return int(_rows(source) == mine and not _has_all_samples(source, mine))
         case ast.Name(id=name) if name != "world_size" and isinstance(value_of(node, frame), int | float):
             return _first_power(_set_to(name, frame)[0], mine, depth)
         case ast.Attribute(attr=name) if name != "size" and isinstance(value_of(node, frame), int | float):
@@ -256,6 +257,12 @@ def _rows(value: Any) -> int:
     if not isinstance(item, torch.Tensor | np.ndarray) or isinstance(item, torch.nn.Parameter):
         return -1
     return len(value) if is_listed or value.ndim else -1
+
+
+def _has_all_samples(value: Any, mine: int) -> bool:
+    """Whether this is a list of tensors that each have all samples, such as the outputs of several heads."""
+    is_list = isinstance(value, list | tuple)
+    return is_list and all(isinstance(part, torch.Tensor) and part.shape[:1] == (mine,) for part in value)
 
 
 def _set_to(name: str, frame: FrameType) -> tuple[list[_Value], bool]:
