@@ -9,6 +9,7 @@ from samestep.convert.decisions import Decisions
 from samestep.convert.project import Function, Scope
 from samestep.convert.signatures import NAMED, NUMBERED, counted
 from samestep.convert.values import (
+    LENGTH,
     NUMBERS,
     PAIRS,
     ROWS,
@@ -236,6 +237,11 @@ class Expressions(Decisions):
         if left.kind == "list" and right.kind == Kind.ALIKE:  # [x] * 4, (len(x),) + (1,) * 3
             kept = {None: join(*left.parts)} if isinstance(node.op, ast.Mult) else {None: Value()} | left.of
             return Value("list", kept, models_of(left))
+        if left.kind == right.kind == "list" and isinstance(node.op, ast.Add):
+            are_known = {None, LENGTH}.isdisjoint(left.of.keys() | right.of.keys())
+            parts = [*left.parts, *right.parts]
+            of = dict(enumerate(parts)) if are_known else {None: join(*parts)}
+            return Value("list", of, models_of(left, right))
         result = combined(node.op, left, right) if left.is_shared or right.is_shared else Value()
         result = self._pairs({left.kind, right.kind}) or result
         return replace(result, models=models_of(left, right))
@@ -275,7 +281,11 @@ class Expressions(Decisions):
         return other("is chosen by this rank's values", test) if depends_on_share else value.bare
 
     def _list(self, node: ast.Tuple | ast.List | ast.Set) -> Value:
-        values = [self.kept(self.value(element)) for element in node.elts]
+        values: list[Value] = []
+        for element in node.elts:
+            value = self.kept(self.value(element))
+            is_opened = isinstance(element, ast.Starred) and value.kind == "list" and None not in value.of
+            values += value.parts if is_opened else [value]
         if all(element.kind == Kind.ALIKE for element in values) and (values or isinstance(node, ast.List)):
             return Value(models=models_of(*values))
         return Value("list", dict(enumerate(values)), models_of(*values))

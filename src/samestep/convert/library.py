@@ -23,7 +23,7 @@ from samestep.convert.signatures import (
     over_rows,
     turns,
 )
-from samestep.convert.source import Edit, name_of, takes_apart, values_given
+from samestep.convert.source import Edit, takes_apart, values_given
 from samestep.convert.totals import MEANS_OF_LISTS
 from samestep.convert.unknown import Unknown
 from samestep.convert.values import (
@@ -97,6 +97,8 @@ class Library(Unknown):
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
         of = node.args[0] if len(dims) < len(node.args) else getattr(node.func, "value", node.func)
         counts_graphs = name in ("max", "amax") and self.in_forward and not (dims or node.keywords)
+        if name == "bincount" and self.in_forward and _GRAPHS.search(ast.unparse(of)):
+            return Value(Kind.ROWS)  # how many nodes each graph has
         if name in NAMED["fact"] or (counts_graphs and _GRAPHS.search(ast.unparse(of))):
             return Value()
         if name == "squeeze" and values[0].kind in ROWS and not (dims or node.keywords):
@@ -291,7 +293,7 @@ class Library(Unknown):
         assigned = [part for part in ast.walk(around) if isinstance(part, ast.Assign)]
         made = [part.value for part in assigned if name in map(ast.unparse, part.targets)]
         calls = [value for value in made if isinstance(value, ast.Call) and not value.keywords]
-        is_call = any(name_of(call) in _GROWING for call in calls)
+        is_call = any(ast.unparse(call.func).rpartition(".")[2] in _GROWING for call in calls)
         return is_call or any(isinstance(value, ast.Dict) and not value.keys for value in made)
 
     def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:

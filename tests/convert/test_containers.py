@@ -1,0 +1,83 @@
+"""`samestep convert` takes the length, keys and elements of lists and dicts for those of the whole data set."""
+
+import pytest
+from convert.test_convert import BEGIN, EVALUATE, STEP, _after, _of, _place  # noqa: F401
+
+NO_MODEL = BEGIN.partition("model =")[0]
+EACH = f"{EVALUATE}        p = out.argmax(1)\n        for i in range(len(x)):\n"
+TRAIN = f"for x, y in train:\n{STEP}"
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        *("wrong.append(i)", "wrong.append([i, p[i].item()])", "wrong.append((i, p[i]))", "wrong += [i]"),
+        *("wrong.append({'at': i})", "wrong.append(p[i].item())", "wrong.append(x[i])"),
+    ],
+)
+@pytest.mark.parametrize("test", ["            if p[i] != y[i]:\n    ", ""])
+def test_a_list_filled_by_sample_is_as_long_as_the_lists_of_all_ranks(added, test):
+    text = f"{BEGIN}wrong = []\n{EACH}{test}            {added}\nprint(len(wrong) / 20)\n"
+    assert "print(samestep.sum(len(wrong)) / 20)" in _after(text)
+    assert not _of(text).gaps
+
+
+def test_a_list_filled_by_batch_is_as_long_as_on_one_rank():
+    text = f"{BEGIN}losses = []\n{EVALUATE}        losses.append([loss.item()])\nprint(len(losses))\n"
+    assert "print(max(samestep.gather([len(losses)])))" in _after(text.replace("loss.item()", "len(x)"))
+
+
+@pytest.mark.parametrize("empty", ["{}", "dict()", "Counter()", "defaultdict(int)"])
+@pytest.mark.parametrize("counts", ["seen[int(p[i])] += 1", "seen[int(p[i])] = seen.get(int(p[i]), 0) + 1"])
+def test_a_dict_with_keys_of_the_data_is_added_before_its_keys_are_counted(empty, counts):
+    begin = f"from collections import Counter, defaultdict\n{BEGIN}seen = {empty}\n"
+    text = f"{begin}{EACH}            {counts}\nprint(len(seen), sorted(seen.items()))\n"
+    assert "print(len(samestep.sum(seen)), sorted(samestep.sum(seen).items()))" in _after(text)
+    assert not _of(text).gaps
+
+
+@pytest.mark.parametrize("adds", ["params += list(b.parameters())", "params = params + list(b.parameters())"])
+@pytest.mark.parametrize("begins", ["params = list(a.parameters())", "params = []\nparams += a.parameters()"])
+def test_every_model_whose_parameters_a_list_gets_is_replicated(begins, adds):
+    models = (
+        f"a = nn.Linear(4, 3)\nb = nn.Linear(3, 3)\n{begins}\n{adds}\noptimizer = torch.optim.SGD(params)\n"
+    )
+    made = _after(f"{NO_MODEL}{models}for x, y in train:\n    F.cross_entropy(b(a(x)), y).backward()\n")
+    assert "a = samestep.replicate(nn.Linear(4, 3))\nb = samestep.replicate(nn.Linear(3, 3))" in made
+
+
+@pytest.mark.parametrize("shape", ["[len(x), 4]", "(len(x), 4)", "len(x), 4"])
+def test_the_number_of_samples_in_a_shape_stays_this_ranks(shape):
+    text = f"{BEGIN}for x, y in train:\n    x = x * torch.linspace(0, 1, 4).expand({shape})\n{STEP}"
+    assert f"expand({shape})" in _after(text)
+    assert not _of(text).gaps
+
+
+def test_a_function_that_trains_a_model_at_two_places_gets_it_replicated():
+    loop = "".join(f"    {line}\n" for line in TRAIN.splitlines())
+    fit = f"def fit(model, lr):\n    optimizer = torch.optim.SGD(model.parameters(), lr)\n{loop}"
+    made = _after(f"{NO_MODEL}{fit}net = nn.Linear(4, 3)\nfit(net, 1.0)\nfit(net, 0.1)\n")
+    assert "net = samestep.replicate(nn.Linear(4, 3))" in made
+
+
+@pytest.mark.parametrize(
+    "inner", ["torch.cat([a] + rest, dim=1)", "torch.cat([a, *rest], dim=1)", "torch.cat(rest + rest, 1)"]
+)
+def test_lists_of_features_may_be_joined_in_forward(inner):
+    net = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 3)\n"
+        f"    def forward(self, x):\n        a = self.a(x)\n        rest = [self.a(x)]\n        return {inner}\n"
+    )
+    text = f"{NO_MODEL}{net}model = Net()\noptimizer = torch.optim.SGD(model.parameters())\n{TRAIN}"
+    assert not _of(text).gaps
+
+
+def test_how_many_nodes_each_graph_has_is_a_number_of_each_graph():
+    net = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 3)\n"
+        "    def forward(self, x, batch):\n        sums = torch.zeros(8, 3).index_add_(0, batch, self.a(x))\n"
+        "        return sums / torch.bincount(batch, minlength=8)[:, None]\n"
+    )
+    lines = "for x, batch, y in train:\n    loss = F.cross_entropy(model(x, batch), y)\n    loss.backward()\n"
+    text = f"{NO_MODEL}{net}model = Net()\noptimizer = torch.optim.SGD(model.parameters())\n{lines}"
+    assert not _of(text).gaps
