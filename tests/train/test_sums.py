@@ -1,11 +1,15 @@
 """Values as bytes: numbers come back exactly, whatever their kind, and are added without rounding on the way."""
 
 import math
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
+import samestep
+from samestep import RanksDiffer, UsageError
 from samestep.train import sums
 from samestep.train.group.census import pack, unpack
 
@@ -92,3 +96,23 @@ def test_a_value_that_cannot_be_sent_is_named_by_its_type():
         TypeError, match=r"^a function; use numbers, text, arrays and lists, tuples or dicts of them$"
     ):
         sums.written([lambda: None])
+
+
+@pytest.mark.sizes(2, 3)
+def test_dicts_of_numbers_are_added_by_key_and_others_and_means_are_named(world):
+    cases = (
+        [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
+        [{"a": 1}, {"b": 2.5}],
+        [Counter(), Counter(b=1)],
+        [{}, {3: 1}],
+    )
+    for value in cases:
+        total, others = samestep.sum(value[min(world.rank, 1)]), world.size - 1
+        expected = {key: value[0].get(key, 0) + others * value[1].get(key, 0) for key in value[0] | value[1]}
+        assert (list(total.items()), type(total)) == (list(expected.items()), type(value[0]))
+        with pytest.raises(RanksDiffer, match=r"on rank 0 and .* on rank 1"):
+            samestep.mean(dict.fromkeys(value[min(world.rank, 1)], 1.0))
+    with pytest.raises(RanksDiffer, match=r"got 1 value on rank 0 and 2 values on rank 1"):
+        samestep.sum({"a": torch.ones(1)} if world.rank == 0 else {"a": torch.ones(1), "b": torch.ones(1)})
+    with pytest.raises(UsageError, match=r"samestep.sum cannot send this key to other ranks: a object"):
+        samestep.sum({object(): 1} if world.rank == 0 else {2: 1})

@@ -1,7 +1,7 @@
 """Totals are everyone's: the same value on all ranks, exact whatever each rank brought."""
 
 import math
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from contextlib import redirect_stderr
 from copy import deepcopy
 from functools import partial
@@ -154,26 +154,6 @@ def test_dicts_are_added_key_by_key_and_keep_their_type(world):
     assert type(missing) is defaultdict
     assert missing["b"] == 0
     assert samestep.sum({}) == {}
-
-
-@pytest.mark.sizes(2, 3)
-def test_dicts_of_numbers_are_added_by_key_and_others_and_means_are_named(world):
-    cases = (
-        [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
-        [{"a": 1}, {"b": 2.5}],
-        [Counter(), Counter(b=1)],
-        [{}, {3: 1}],
-    )
-    for value in cases:
-        total, others = samestep.sum(value[min(world.rank, 1)]), world.size - 1
-        expected = {key: value[0].get(key, 0) + others * value[1].get(key, 0) for key in value[0] | value[1]}
-        assert (list(total.items()), type(total)) == (list(expected.items()), type(value[0]))
-        with pytest.raises(RanksDiffer, match=r"on rank 0 and .* on rank 1"):
-            samestep.mean(dict.fromkeys(value[min(world.rank, 1)], 1.0))
-    with pytest.raises(RanksDiffer, match=r"got 1 value on rank 0 and 2 values on rank 1"):
-        samestep.sum({"a": torch.ones(1)} if world.rank == 0 else {"a": torch.ones(1), "b": torch.ones(1)})
-    with pytest.raises(UsageError, match=r"samestep.sum cannot send this key to other ranks: a object"):
-        samestep.sum({object(): 1} if world.rank == 0 else {2: 1})
 
 
 @pytest.mark.sizes(2, 3)
