@@ -21,7 +21,7 @@ def model(link, jitter=(1.0,), weak=False, sizes=(1, 2), pieces=64):
         parts = {"data": 0.01 / size, "forward": 0.04 / size, "backward": 0.08 / size, "rest": 0.005}
         ranks, step_s = [dict.fromkeys(PARTS, 0.0) | parts] * size, sum(parts.values())
         said = Breakdown(step_s, 64 / step_s, 6400, dict.fromkeys(SHOWN, 0.0), ranks, None, None)
-        runs.append(Measured(Variant(size, 1), 0, 1.0, said))
+        runs.append(Measured(Variant(size, 1), 0, 1.0, 200, said))
     fine = [((at + 1) / 8, MB / 2) for at in range(8)]
     return Model(rows_of(runs, [run.variant for run in runs]), fine, link, 64, pieces, jitter, weak)
 

@@ -149,6 +149,7 @@ def test_a_signal_in_a_recovery_reaches_the_ranks_where_the_runs_directory_canno
             (run / "filler").write_bytes(bytes(4096))
 
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.write(int(os.environ["SAMESTEP_SLOT_A"]), b"a state")
             beat.touch()
             {spoiled}
             raise ValueError("mine")

@@ -165,3 +165,23 @@ def test_ctrl_z_suspends_the_ranks_with_the_launcher_and_fg_lets_them_go_on(laun
                 time.sleep(0.05)
         (launcher.home / "end").touch()
         assert process.wait(20) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late_s", [0.0, 0.05, 0.5, 2.0])
+def test_a_run_without_a_checkpoint_that_is_asked_to_end_while_it_recovers_ends_at_once(launcher, late_s):
+    launcher.write("""
+        import os, time, samestep
+        samestep.init()
+        with open("pids", "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(100)
+    """)
+    started = launcher.start("-n", "2", "--max-restarts", "3", "train.py")
+    pids = [int(pid) for pid in started.wait_for_lines("pids", 2)]
+    os.kill(pids[0], signal.SIGKILL)
+    time.sleep(late_s)
+    began = time.monotonic()
+    started.process.terminate()
+    code, _, err = started.finish()
+    assert (code, time.monotonic() - began < 5) == (143, True), err

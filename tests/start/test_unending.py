@@ -46,3 +46,29 @@ def test_a_process_that_a_rank_waits_for_at_its_end_is_told(launcher):
     code, _, err = launcher.run("-n", "2", "--fork", "train.py")
     said = "ranks 0, 1, which have come to the end of the script, and wait for a process of multiprocessing"
     assert (code, said in err) == (0, True), err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "limit", "code", "said"),
+    [
+        ("os.kill(os.getpid(), 19)", "12", 1, "for the end of rank 1, which is stopped (SIGSTOP)\n"),
+        ("time.sleep(100)", "6", 1, "for the end of rank 1, which is at train.py:6\n"),
+        ("os.system('sleep 12')", "6", 0, ""),
+    ],
+)
+def test_a_rank_that_does_nothing_after_all_others_have_ended_is_ended_for_a_hang_timeout(
+    launcher, last, limit, code, said
+):
+    launcher.write(
+        f"""
+        import os, time, samestep
+        world = samestep.init()
+        samestep.mean(1.0)
+        if world.rank:
+            {last}
+        """
+    )
+    ended, _, err = launcher.run("-n", "2", "--fork", "--hang-timeout", limit, "train.py")
+    assert (ended, said in err) == (code, True), err
+    assert err.count("the run has waited") == (2 if said else 0)

@@ -114,10 +114,13 @@ class _Run:
         while (text := self._restarts.are_over(end)) is None:
             used, limit = self._restarts.past.used, self._script.max_restarts
             self._terminal.say(f"{end.summary}: restart {used} of {limit}")
+            number = group.late_stop_signal
+            if number is not None and not self._has_state:
+                return self._finish(node, end._replace(code=128 + number), end.text or "", group)
             try:
                 if self._launchers.lost:
                     self._go_on_without()
-                node, end, group = self._attempt(group.late_stop_signal)
+                node, end, group = self._attempt(number)
             except StopRequested as request:
                 return self._finish(node, end._replace(code=128 + request.number), end.text or "", group)
             except RankMissing as error:
@@ -125,6 +128,11 @@ class _Run:
             except (UsageError, OSError) as error:
                 return self._finish(node, end, f"{end.text}\n\nIt cannot be started again: {error}", group)
         return self._finish(node, end, text, group)
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether a Checkpoint has put a state into this process's memory."""
+        return any(os.fstat(slot).st_size for slot in self._slots.values())
 
     def _go_on_without(self) -> None:
         """Find the other nodes again after one was lost; a signal ends the wait for them."""
@@ -142,7 +150,7 @@ class _Run:
             elsewhere = launchers.should_stop if launchers.nodes > 1 else None
             # in a Slurm step all launchers share one terminal, so only node 0 reports
             say = self._terminal.say if launchers.node == 0 else str
-            is_again = self._restarts.past.generation > 0
+            is_again = self._restarts.past.generation > 0 and self._has_state
             limit_s, share = script.hang_timeout_s, launchers.share
             watch = Watch(run, total, say, limit_s, share, is_again=is_again)
             watch.named = self._named

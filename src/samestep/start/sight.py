@@ -23,8 +23,9 @@ _PROCESSES = "/multiprocessing/"
 _MOST_BYTES = 1 << 20
 _MOST_FRAMES = 100  # faulthandler writes at most so many frames of a thread
 _OUTERMOST = ("<module>", "_bootstrap")  # of the main thread while it is in the script, and of other threads
+STOPPED = "is stopped (SIGSTOP)"
 _STATES = {
-    psutil.STATUS_STOPPED: "is stopped (SIGSTOP)",
+    psutil.STATUS_STOPPED: STOPPED,
     psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
     psutil.STATUS_DISK_SLEEP: "is in uninterruptible sleep (D)",
     psutil.STATUS_ZOMBIE: "has ended",

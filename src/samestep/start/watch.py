@@ -19,7 +19,7 @@ import psutil
 from samestep.files import make_private_directory, open_regular
 from samestep.hang import ABSENT, GONE_S, LEAST_S, Hang, RankState, find_hang, find_unlike_exchanges, state_of
 from samestep.rundir import STOP, PulseReading, pulse_in, pulse_path, stack_path
-from samestep.start.sight import Sight, look_at, status_of, switches
+from samestep.start.sight import STOPPED, Sight, look_at, status_of, switches
 from samestep.start.worker import Worker
 from samestep.text import printable
 from samestep.tracebacks import Traceback, describe_end
@@ -114,7 +114,8 @@ class Watch:
         self._look_at = now + _LOOK_S
         others = self.tell_others(workers, now)
         states = self._states(now)
-        hang = find_hang([*states, *others], self._size, self.least_s) or self._find_leaving(workers, states)
+        hang = find_hang([*states, *others], self._size, self.least_s)
+        hang = hang or self._find_leaving(workers, states) or self._find_left(workers, states, now)
         if self._reported and (hang is None or hang.key != self._reported.key):
             self._say(f"samestep: {self._reported.end}")
             self._reported = None
@@ -227,6 +228,21 @@ class Watch:
         is_long = len(leaving) == len(alive) and seconds >= 2 * self.least_s
         return Hang((), tuple(leaving), seconds) if is_long else None
 
+    def _find_left(self, workers: Sequence[Worker], states: Sequence[RankState], now: float) -> Hang | None:
+        """A hang of the last ranks, after all others have ended: they are stopped, or do nothing for --hang-timeout."""
+        alive = {worker.rank: worker for worker in workers if worker.is_alive}
+        last = [state for state in states if state.rank in alive]
+        if not len(last) == len(alive) < len(workers) == self._size:
+            return None
+        seconds = min((now - self._idle[state.rank][1] for state in last), default=0.0)
+        limit_s = 2 * self.least_s if all(map(_is_stopped, last)) else self._limit_s or inf
+        if seconds < limit_s:
+            return None
+        with suppress(psutil.Error):
+            if any(psutil.Process(alive[state.rank].pid).children() for state in last):
+                return None  # it may wait for a program that it has started, such as an upload
+        return Hang((), tuple(last), seconds)
+
     def _states(self, now: float) -> list[RankState]:
         states = []
         for rank, pulse in self._pulses.items():
@@ -274,12 +290,16 @@ class Watch:
             self._step, self._step_at = step, now
 
 
+def _is_stopped(state: RankState) -> bool:
+    return state.does == STOPPED
+
+
 def _absent_state(worker: Worker) -> RankState:
     """The state of a rank that has not reached samestep.init."""
     does = ABSENT
     if not worker.is_alive:
         does = f"ended before it came to samestep.init ({describe_end(worker.status or 0)})"
     elif status_of(worker.pid) == psutil.STATUS_STOPPED:
-        does = "is stopped (SIGSTOP)"
+        does = STOPPED
     host, is_gone = os.uname().nodename, not worker.is_alive
     return RankState(worker.rank, -1, "start", "", 0, 0.0, host, does=does, is_gone=is_gone)
