@@ -160,6 +160,8 @@ class Leaving:
             failed_in = self._group.failed_exchange
             model = f" in {EXCHANGE} of {failed_in}" if failed_in else ""
             self._group.enter("end", f"failed with {type(error).__name__}{''.join(lines[-1:])}{model}")
+        if self._watch is not None and (why := self._watch.cause_of(error)):
+            error.add_note(f"samestep: {why}")
         add_remedy(error, self._group.world.rank, self._group.share)
         write_failure(os.environ, error, code)  # before it is shown: a script may have closed stderr
         return code

@@ -54,6 +54,8 @@ class MutualWatch:
         self._group, self._tree, self._look_s = group, tree, max(_LOOK_S, tree.size / _MESSAGES)
         self._heard: dict[int, tuple[float, RankState]] = {}  # each rank's latest state, and when it arrived
         self._told: Hang | None = None
+        self._hang: tuple[float, Hang] | None = None  # the latest, and when it was seen
+        self._why = ""  # what is known of the rank that an exception of this rank reports
         self._quiet = -1, 0.0  # the number of context switches, and since when it has not changed
         self._closed, self._speaks = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="samestep-watch", daemon=True)
@@ -75,12 +77,9 @@ class MutualWatch:
             # that rank may send an exit code to end with; a SIGTERM from srun must not come first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with self._speaks:
-                why = failure.exception[0]
-                if not isinstance(error, SamestepError):
-                    until = time.monotonic() + _LOST_S
-                    while (gone := self._tree.gone()) is None and time.monotonic() < until:
-                        time.sleep(_LOST_S / 10)
-                    why = str(gone or f"another rank has ended ({why})")
+                why = self._why or failure.exception[0]
+                if not self._why and not isinstance(error, SamestepError):
+                    why = f"another rank {'has not come' if 'imed out' in why else 'has ended'} ({why})"
                 say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
             time.sleep(_LEAVE_S)
             return
@@ -92,6 +91,18 @@ class MutualWatch:
         file, lasted_s = Path(sys.argv[0]).name, time.time() - began
         head = heading(file, world.rank, world.size, place, lasted_s, self._group.step)
         print("", head, "", *failure.lines, sep="\n", file=sys.stderr, flush=True)
+
+    def cause_of(self, error: BaseException) -> str:
+        """Which rank is lost, or is waited for, where an exception of torch or Gloo only reports that; "" elsewhere."""
+        record = failure_of(error, 1)
+        if isinstance(error, SamestepError) or record.handled or not recorded_traceback(record).is_echo:
+            return ""
+        until, seen = time.monotonic() + _LOST_S, self._hang
+        while (gone := self._tree.gone()) is None and time.monotonic() < until:
+            time.sleep(_LOST_S / 10)
+        is_fresh = seen is not None and until - seen[0] < _FRESH_LOOKS * self._look_s + _LOST_S
+        self._why = str(gone) if gone else seen[1].sentence(LEAST_S) if seen and is_fresh else ""
+        return self._why
 
     def _first_to_raise(self, lines: Sequence[str]) -> int:
         """The first of all ranks that failed with these lines; its report is enough."""
@@ -145,8 +156,12 @@ class MutualWatch:
             self._tree.tell(state)
         states = {state.rank: state for state in (*known, *silent)}
         hang = find_hang([*states.values()], self._tree.size, LEAST_S)
+        self._hang = (now, hang) if hang else self._hang
         if self._told and (hang is None or hang.key != self._told.key):
-            say(self._told.end)
+            if (
+                self._group.leaving.failed is None and not mine.raised
+            ):  # else this rank has given up, and none went on
+                say(self._told.end)
             self._told = None
         run = own_run(os.environ, "logs")
         if hang and hang.seconds >= STUCK_S and run and (run / STOP).exists():
