@@ -1,13 +1,20 @@
 """`samestep status`: shows what each rank of a run does, from its files."""
 
+import os
 import time
+from pathlib import Path
 
 import click
 
 from samestep.cli.output import harmless, print_json, verb
-from samestep.hang import ABSENT, LEAST_S, RankState, find_hang, state_of
-from samestep.measure.runs import find_run
+from samestep.files import open_regular
+from samestep.hang import ABSENT, LEAST_S, Hang, RankState, find_hang, state_of
+from samestep.measure.runs import Run, find_run
+from samestep.rundir import stack_path
+from samestep.start.sight import look_at
 from samestep.text import counted, figures
+
+_MOST_LOOKED_AT = 8
 
 
 @verb("samestep status")
@@ -34,6 +41,7 @@ def command(run: str | None, as_json: bool) -> None:
     absent = [rank for rank in target.logs if target.pulses and rank not in target.pulses]
     states += [RankState(rank, -1, "start", "", 0, 0.0, does=ABSENT) for rank in absent]
     hang = None if target.is_over else find_hang(states, target.size, LEAST_S)
+    hang = hang and _looked_at(target, hang)
     if as_json:
         print_json({**facts, "by_rank": ranks, "hang": hang and hang.sentence()})
         return
@@ -53,3 +61,28 @@ def command(run: str | None, as_json: bool) -> None:
         click.echo(hang.sentence())
     if facts["failure"]:
         click.echo(f"\n{facts['failure']}")
+
+
+def _looked_at(run: Run, hang: Hang) -> Hang:
+    """The hang with the lines of its ranks, and with what those do that do not come, as far as they run here."""
+    seen = [
+        [_seen(run, state) for state in states]
+        for states in (hang.waiting[:1], hang.missing[:_MOST_LOOKED_AT])
+    ]
+    waiting, missing = seen
+    return hang._replace(
+        waiting=(*waiting, *hang.waiting[1:]), missing=(*missing, *hang.missing[_MOST_LOOKED_AT:])
+    )
+
+
+def _seen(run: Run, state: RankState) -> RankState:
+    stacks, pulse = stack_path(run.path, state.rank).resolve(), run.pulses.get(state.rank)
+    try:
+        held = map(os.readlink, Path(f"/proc/{pulse.pid if pulse else 0}/fd").iterdir())
+        if pulse is None or str(stacks) not in held:
+            return state  # it runs on another machine
+        with open(open_regular(stacks, 2), "rb") as file:
+            sight = look_at(pulse.pid, file.fileno(), pulse.thread[0])
+    except OSError:
+        return state
+    return state._replace(line=sight.frame.place if sight.frame else "", does=sight.does)

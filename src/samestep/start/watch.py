@@ -231,7 +231,7 @@ class Watch:
     def _find_left(self, workers: Sequence[Worker], states: Sequence[RankState], now: float) -> Hang | None:
         """A hang of the last ranks, after all others have ended: they are stopped, or do nothing for --hang-timeout."""
         alive = {worker.rank: worker for worker in workers if worker.is_alive}
-        last = [state for state in states if state.rank in alive]
+        last = [state for state in states if state.rank in alive and state.phase != "end"]
         if not len(last) == len(alive) < len(workers) == self._size:
             return None
         seconds = min((now - self._idle[state.rank][1] for state in last), default=0.0)
