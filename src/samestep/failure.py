@@ -75,6 +75,8 @@ _TOO_MANY = (
     "limit, or use fewer loader workers"
 )
 _OF_TORCHS_LOAD = "torch/serialization.py"
+_OF_TORCHS_LOADER = "torch/utils/data/dataloader.py"
+_IF_WORKER_ENDED = "a loader worker has ended, perhaps by a signal, while this process took a batch from it"
 _IF_WRITTEN = (
     "if rank 0 writes this file, other ranks have to wait for it: write it with samestep.save, or make it in `with "
     "samestep.first():`"
@@ -130,6 +132,10 @@ def add_remedy(error: BaseException, rank: int = 0, share: tuple[int, int] = (0,
     is_torn = isinstance(error, EOFError | FileNotFoundError) or "PytorchStreamReader" in str(error)
     if rank and is_torn and any(step.file.endswith(_OF_TORCHS_LOAD) for step in _steps(error)):
         said.append(_IF_WRITTEN)
+    if isinstance(error, ConnectionError | EOFError) and any(
+        step.file.endswith(_OF_TORCHS_LOADER) for step in _steps(error)
+    ):
+        said.append(_IF_WORKER_ENDED)
     mine, batch = share
     is_of_sizes = type(error) in (RuntimeError, ValueError) and bool(_OF_SIZES.search(str(error)))
     names = [set(frame.f_code.co_names) for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -66,7 +66,9 @@ def test_sigterm_ends_a_hung_run_within_the_shutdown_timeout_and_status_says_who
         time.sleep(5.2)
         status = [sys.executable, "-m", "samestep", "status"]
         said = subprocess.run([*status], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-        assert re.search(r"rank 0 has waited \S+ s in .* for rank 1, which is in sleep \(stuck.py:\d+\)\n", said)
+        assert re.search(
+            r"rank 0 has waited \S+ s in .* for rank 1, which is in sleep \(stuck.py:\d+\)\n", said
+        )
         report = started.communicate(timeout=20)[0]
         assert time.monotonic() - asked < 20  # of 30 s by default
         assert started.returncode == 128 + signal.SIGTERM

@@ -196,3 +196,12 @@ def test_names_of_other_libraries_name_ours():
             getattr(samestep, name)
     with pytest.raises(AttributeError, match=r"has no attribute 'nonsense'$"):
         print(samestep.nonsense)
+
+
+@pytest.mark.parametrize("error", ["ConnectionResetError(104, 'Connection reset by peer')", "EOFError()"])
+def test_an_error_of_a_connection_to_a_loader_worker_says_that_the_worker_has_ended(error):
+    fetch = compile(f"raise {error}", "/lib/torch/utils/data/dataloader.py", "exec")
+    with pytest.raises((ConnectionResetError, EOFError)) as caught:
+        exec(fetch)
+    add_remedy(caught.value)
+    assert caught.value.__notes__[0].startswith("samestep: a loader worker has ended")
