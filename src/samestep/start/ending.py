@@ -71,8 +71,9 @@ def summary_of(outcome: Outcome, run: Path) -> str:
     """How an attempt ended, for the line between this attempt and the next."""
     if (cause := outcome.cause) is None:
         return f"exit code {outcome.status}"
-    what = outcome.traceback.exception[0] if outcome.traceback else describe_end(outcome.status)
-    step = step_of(run, cause.rank)
+    exception = outcome.traceback.exception if outcome.traceback else (describe_end(outcome.status),)
+    remedies = [line.removeprefix("samestep: ") for line in exception[1:] if line.startswith("samestep: ")]
+    what, step = "; ".join([exception[0], *remedies[:1]]), step_of(run, cause.rank)
     return f"rank {cause.rank} failed{'' if step is None else f' in step {step}'} ({what})"
 
 
