@@ -289,7 +289,9 @@ def _some_numbers(value: Any, dataset: Any) -> list[Any]:
     """The numbers of three samples in a list, tensor or array that has an element for each sample of a dataset."""
     with suppress(TypeError, NotImplementedError):
         length = len(dataset)
-        if length and isinstance(value, list | tuple | torch.Tensor | np.ndarray) and len(value) == length:
+        # a class that is derived from list may have a __getitem__ of its own, which reads a sample
+        is_plain = type(value) in (list, tuple) or isinstance(value, torch.Tensor | np.ndarray)
+        if is_plain and len(value) == length > 0:
             return [_numbers_in(value[at]) for at in (0, length // 2, length - 1)]
     return []
 
