@@ -124,6 +124,17 @@ def test_help_fits_forty_columns_except_lines_to_copy(verb):
     assert all(re.match("  (samestep|srun|mpirun) |`samestep", line) for line in wide), wide
 
 
+def test_a_long_line_is_broken_between_words_on_a_terminal_alone(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("model = 1\n")
+    said = on_a_terminal(50, "convert", str(script)).splitlines()
+    assert max(map(len, said[-4:])) <= 50 + len(str(script))
+    assert len([line for line in said if line.startswith("    ")]) > 1
+    command = [sys.executable, "-m", "samestep", "convert", str(script)]
+    plain = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()
+    assert " ".join(" ".join(said).split()) == " ".join(" ".join(plain).split())
+
+
 @pytest.mark.parametrize("word", ["--help", "--version"])
 def test_what_cannot_be_written_is_said_in_one_line(word, tmp_path):
     with open("/dev/full", "wb", buffering=0) as full:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from samestep.cli.output import check_script, verb
+from samestep.cli.output import check_script, print_sentence, verb
 from samestep.convert.convert import Conversion, convert
 from samestep.errors import UsageError
 from samestep.files import write_atomically
@@ -43,12 +43,12 @@ def command(script: str, write: bool, is_module: bool) -> None:
         sys.stdout.buffer.write(conversion.patch().encode("utf-8", "surrogateescape"))
         sys.stdout.flush()
     for note in conversion.notes:
-        click.echo(f"note: {note}", err=True)
+        print_sentence(f"note: {note}", err=True)
     if conversion.gaps:
         places = counted(len(conversion.gaps), "place")
         click.echo(f"\nnot complete, {places} left to change by hand:", err=True)
         for gap in conversion.gaps:
-            click.echo(f"  {gap}", err=True)
+            print_sentence(f"  {gap}", err=True)
     elif write and conversion.files:
         copy = _copy_of(path)
         before, name, serial = "", str(path), str(copy)

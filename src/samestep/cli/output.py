@@ -179,6 +179,14 @@ def room(otherwise: int = 79) -> int:
     return get_terminal_size((otherwise, 0)).columns
 
 
+def print_sentence(text: str, err: bool = False) -> None:
+    """Print a long line; a terminal gets it broken between words, with the rest of it indented."""
+    is_live = (sys.stderr if err else sys.stdout).isatty()
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    broken = fill(text, room(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    click.echo(broken if is_live else text, err=err)
+
+
 def print_table(rows: Sequence[Sequence[object]], err: bool = False) -> None:
     """Print rows in columns, the heading first; on a narrow terminal, print each cell on a line."""
     columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]

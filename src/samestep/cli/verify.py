@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import check_script, print_json, print_table, progress, sizes_of, verb
+from samestep.cli.output import (
+    check_script,
+    print_json,
+    print_sentence,
+    print_table,
+    progress,
+    sizes_of,
+    verb,
+)
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.placement.devices import visible_devices
@@ -86,7 +94,9 @@ def command(script: str, args: tuple[str, ...], against: str | None, module: boo
         print_json(_document(report), indent=2)
     else:
         _show_table(report)
-        click.echo("\n" + "\n".join(report.lines))
+        click.echo()
+        for line in report.lines:
+            print_sentence(line)
     raise SystemExit(report.exit_code)
 
 
