@@ -81,3 +81,11 @@ def test_how_many_nodes_each_graph_has_is_a_number_of_each_graph():
     lines = "for x, batch, y in train:\n    loss = F.cross_entropy(model(x, batch), y)\n    loss.backward()\n"
     text = f"{NO_MODEL}{net}model = Net()\noptimizer = torch.optim.SGD(model.parameters())\n{lines}"
     assert not _of(text).gaps
+
+
+def test_what_a_training_loop_computes_of_the_texts_of_its_samples_is_not_gathered_for_its_loss():
+    encode = "def encode(text):\n    return torch.tensor(['abc'.index(c) for c in ''.join(text)])\n"
+    lines = "for x, text in train:\n    loss = F.cross_entropy(model(x), encode(text))\n    loss.backward()\n"
+    made = _of(f"{BEGIN}{encode}{lines}")
+    assert "gather" not in _after(f"{BEGIN}{encode}{lines}")
+    assert "the loss is ''.join(...) of this process's values" in made.gaps[0]

@@ -8,6 +8,7 @@ from typing import Any
 from samestep.convert.decisions import Decisions
 from samestep.convert.project import Function, Scope
 from samestep.convert.signatures import NAMED, NUMBERED, counted
+from samestep.convert.source import Edit
 from samestep.convert.values import (
     LENGTH,
     NUMBERS,
@@ -314,6 +315,10 @@ class Expressions(Decisions):
 
     def _listcomp(self, node: Any) -> Value:
         """The values of a comprehension, which is followed as a loop."""
+        whole = self.value(node.generators[0].iter)
+        gathers = any(isinstance(edit, Edit) and "gather(" in edit.text for edit in whole.edits or ())
+        if gathers and whole.kind == Kind.OTHER and self.batches is not None:
+            return replace(whole, edits=None)  # all samples here would not fit the rest of the step
         element = node.value if isinstance(node, ast.DictComp) else node.elt
         scope, loops = self.frame.scope, len(self.loops)
         self.frame.scope = Scope(scope)
