@@ -178,3 +178,22 @@ def test_status_names_a_rank_that_does_not_come_to_init(launcher):
         "rank 0 has waited .* in samestep.init .* for rank 1, which has not come to samestep.init\n", said
     )
     assert run.finish()[0] == 1
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_training_mode_that_leaves_ranks_without_a_sample_fails_and_does_not_hang(launcher):
+    launcher.write(
+        """
+        import torch, samestep
+        samestep.init()
+        data = torch.utils.data.TensorDataset(torch.randn(9, 3, 4, 4))
+        model = samestep.replicate(torch.nn.BatchNorm2d(3))
+        with torch.no_grad():
+            for (x,) in samestep.loader(data, 8):
+                model(x)
+        samestep.sum(1)
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "--fork", "--same", "train.py")
+    said = "in an evaluation, and its batch of 1 sample leaves ranks without one; call model.eval() before"
+    assert (code, said in err) == (1, True), err

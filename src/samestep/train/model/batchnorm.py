@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.errors import UsageError
+from samestep.text import counted
 from samestep.train.backward import SumOverRanks
 from samestep.train.group.device import has_synced_kernels
 from samestep.train.passes import Share
@@ -32,6 +33,12 @@ class Synced:
         share = spine().origins.trained
         if not self.training:
             return super().forward(input)  # type: ignore[misc,no-any-return]
+        if share is not None and not share.of.training and 0 < share.all < dist.get_world_size():
+            raise UsageError(
+                "BatchNorm is in training mode in an evaluation, and its batch of "
+                f"{counted(share.all, 'sample')} leaves ranks without one; call model.eval() before the evaluation and "
+                "model.train() after it, or give its loader drop_last=True"
+            )
         is_early = self.early_calls > 0
         if is_early:
             self.early_calls -= 1
