@@ -1,4 +1,4 @@
-"""`samestep status`: shows what each rank of a run does, from its files."""
+"""`samestep status`: shows what each rank of a run does, from its files; of a hung run also from its processes."""
 
 import os
 import time
@@ -65,22 +65,20 @@ def command(run: str | None, as_json: bool) -> None:
 
 def _looked_at(run: Run, hang: Hang) -> Hang:
     """The hang with the lines of its ranks, and with what those do that do not come, as far as they run here."""
-    seen = [
-        [_seen(run, state) for state in states]
-        for states in (hang.waiting[:1], hang.missing[:_MOST_LOOKED_AT])
-    ]
-    waiting, missing = seen
+    waiting, missing = hang.waiting, hang.missing
     return hang._replace(
-        waiting=(*waiting, *hang.waiting[1:]), missing=(*missing, *hang.missing[_MOST_LOOKED_AT:])
+        waiting=(*(_seen(run, state) for state in waiting[:1]), *waiting[1:]),
+        missing=(*(_seen(run, state) for state in missing[:_MOST_LOOKED_AT]), *missing[_MOST_LOOKED_AT:]),
     )
 
 
 def _seen(run: Run, state: RankState) -> RankState:
+    """The state with what its process does, and its line; unchanged if it runs on another machine."""
     stacks, pulse = stack_path(run.path, state.rank).resolve(), run.pulses.get(state.rank)
     try:
         held = map(os.readlink, Path(f"/proc/{pulse.pid if pulse else 0}/fd").iterdir())
         if pulse is None or str(stacks) not in held:
-            return state  # it runs on another machine
+            return state
         with open(open_regular(stacks, 2), "rb") as file:
             sight = look_at(pulse.pid, file.fileno(), pulse.thread[0])
     except OSError:

@@ -144,10 +144,10 @@ class BatchSizes:
         with suppress(LookupError):
             if source.probe is None or self._dim_of_samples(source) != dim:
                 return None
-            if name == "select" and source.sure:
-                return meta_of(result), ((source.order or range(count))[rows],)
+            if name == "select":
+                return (meta_of(result), ((source.order or range(count))[rows],)) if source.sure else None
             # a tensor that is filled piece by piece, as pad_packed_sequence does, has samples in an unknown order
-            are_numbers = name != "select" and not rows.is_floating_point() and rows.dtype != torch.bool
+            are_numbers = not rows.is_floating_point() and rows.dtype != torch.bool
             if source.sure and are_numbers and rows.shape == (count,):
                 return source.probe, _unless_in_order(
                     (source.order or range(count))[row] for row in rows.tolist()

@@ -81,15 +81,8 @@ def replicate(
     check_every()
     group.the(Divergence)
     if group.world.size > 1 or exact:
-        _make_replica(
-            target,
-            replicas,
-            same,
-            exact,
-            loss == "sum",
-            same if sync_batchnorm is None else sync_batchnorm,
-            ddp,
-        )
+        synced = same if sync_batchnorm is None else sync_batchnorm
+        _make_replica(target, replicas, ddp, same=same, exact=exact, sums=loss == "sum", synced=synced)
     else:
         replicas.alone[target] = loss == "sum"
     replicas.asked[target] = asked
@@ -101,12 +94,14 @@ def replicate(
 def _make_replica(
     target: torch.nn.Module,
     replicas: Replicas,
+    ddp: dict[str, Any],
+    *,
     same: bool,
     exact: bool,
     sums: bool,
     synced: bool,
-    ddp: dict[str, Any],
 ) -> None:
+    """Collective. Check that the model can be shared, prepare its layers and draws, and make it a replica."""
     group = replicas.group
     if group.world.size > 1:
         _check_device(target, group.world.device)
