@@ -21,7 +21,6 @@ from samestep.train.first_losses import FirstLosses
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.loss import kind_of, name_of, nodes_before, reduction_of
-from samestep.train.passes import Share
 from samestep.train.script.lines import scripts_frame
 from samestep.train.script.sizes import is_over_samples
 from samestep.train.step import Spine, spine
@@ -59,33 +58,28 @@ class Backward(Member):
         self._is_running = False
         self._first_losses = FirstLosses(group)
         self._original: Callable[..., Any] = _AUTOGRAD._engine_run_backward
-        self._replacement = self._replaced_run()
+        self._replacement = self._run
         _AUTOGRAD._engine_run_backward = self._replacement
 
     def close(self) -> None:
         if _AUTOGRAD._engine_run_backward is self._replacement:
             _AUTOGRAD._engine_run_backward = self._original
 
-    def _replaced_run(self) -> Callable[..., Any]:
-        original = self._original
-
-        def run(outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any) -> Any:
-            self._spine.derives_twice |= bool(args[1])  # create_graph
-            # a checkpointed segment runs backward inside of backward, torch.compile runs the engine on fake tensors
-            if self._is_running or type(outputs[0]) not in _REAL or is_functional():
-                return original(outputs, gradients, *args, **options)
-            self._is_running = True
-            way = self._run_backward if options["accumulate_grad"] else self._run_grad
-            try:
-                return way(original, outputs, gradients, *args, **options)
-            finally:
-                self._is_running = False
-                self._spine.weights.of_loss = self._spine.weights.of_leaves = 1.0
-
-        return run
+    def _run(self, outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any) -> Any:
+        self._spine.derives_twice |= bool(args[1])  # create_graph
+        # a checkpointed segment runs backward inside of backward, torch.compile runs the engine on fake tensors
+        if self._is_running or type(outputs[0]) not in _REAL or is_functional():
+            return self._original(outputs, gradients, *args, **options)
+        self._is_running = True
+        way = self._run_backward if options["accumulate_grad"] else self._run_grad
+        try:
+            return way(outputs, gradients, *args, **options)
+        finally:
+            self._is_running = False
+            self._spine.weights.of_loss = self._spine.weights.of_leaves = 1.0
 
     def _run_backward(
-        self, original: Any, outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any
+        self, outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any
     ) -> Any:
         spine = self._spine
         spine.backwards += 1
@@ -100,11 +94,10 @@ class Backward(Member):
         if spine.origins.at_hand is not None:
             spine.origins.at_hand.of.has_backward = True
         with self.group.within("backward"), spine.models.exchanging():
-            return original(outputs, _times(gradients, spine.weights.of_loss), *args, **options)
+            return self._original(outputs, _times(gradients, spine.weights.of_loss), *args, **options)
 
     def _run_grad(
         self,
-        original: Any,
         outputs: Sequence[Any],
         gradients: Sequence[Any],
         retain_graph: bool,
@@ -116,7 +109,9 @@ class Backward(Member):
         """Collective for gradients of equal tensors with create_graph, but not in a loop over samples (as MAML's)."""
         spine, size = self._spine, self.group.world.size
         share = spine.origins.trained
-        is_of_sample = size > 1 and share is not None and _is_over_samples(share)
+        is_of_sample = False
+        if size > 1 and share is not None:
+            is_of_sample = is_over_samples(scripts_frame(sys._getframe(1)), share.mine or share.all)
         is_in_forward = self.group.phase[0] == "forward"
         weights = spine.models.parameters() if is_in_forward or is_of_sample else ()
         are_weights = {weight.shape for weight in weights}.issuperset(tensor.shape for tensor in inputs)
@@ -130,7 +125,7 @@ class Backward(Member):
                     "samples alone; if all samples of the batch are meant, call it outside of forward",
                     what="slopes in forward",
                 )
-            return original(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
+            return self._original(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
         # ranks may have different numbers of microbatches, so no collective is possible in a microbatch
         is_whole = not is_of_sample and (share is None or share.microbatch is None)
         is_shared = size > 1 and spine.models.weighs_losses and is_whole
@@ -144,7 +139,7 @@ class Backward(Member):
         else:
             weight = self._weight_for_inputs(outputs)
         weighed = _times(gradients, weight)
-        slopes = original(outputs, weighed, retain_graph, create_graph, inputs, *args, **options)
+        slopes = self._original(outputs, weighed, retain_graph, create_graph, inputs, *args, **options)
         if not retain_graph:
             spine.weights.of_calls.clear()
         if not create_graph or not any(are_equal):
@@ -264,11 +259,6 @@ def _times(gradients: Sequence[Any], factor: float) -> tuple[Any, ...]:
 def is_functional() -> bool:
     """Whether torch.func or a batched gradient is running; what they compute is not weighed."""
     return torch._C._functorch.maybe_current_level() is not None
-
-
-def _is_over_samples(share: Share) -> bool:
-    """Whether the script is in a loop over this rank's samples."""
-    return is_over_samples(scripts_frame(sys._getframe(1)), share.mine or share.all)
 
 
 def _is_equal_on_ranks(tensor: Any, parameters: set[int]) -> bool:

@@ -50,17 +50,13 @@ class Meter(Member, Subscriber):
         self._say_at, self._pause_s = self._clock.since + _FIRST_LINE_S, _FIRST_LINE_S
         self._lost = 0, ""  # the step of this rank's first loss that is not finite, and that loss
         group.watch(self._lost_by_all, self._say_lost)
-        self._planned = self._spare_workers = self._mine = self._all = 0
+        self.planned = self._spare_workers = self._mine = self._all = 0
         self._open: set[Pass] = set()
         self._asked = os.environ.get("SAMESTEP_METER", "")
         group.leaving.before_ctrl_c = self.close
         self._most = int(os.environ.get("SAMESTEP_MEASURE_STEPS", 0))
         if os.environ.get("SAMESTEP_PROFILE"):
             group.the(Profile)
-
-    def plan(self, epochs: int) -> None:
-        """Note how many epochs the script asked for, to tell how long the run will take."""
-        self._planned = epochs
 
     def pass_begins(self, begun: Pass) -> None:
         self._evaluates = not begun.training
@@ -72,9 +68,9 @@ class Meter(Member, Subscriber):
         if not self._open:
             self._mine = self._all = 0  # of a step that a `break` has left
         self._open.add(begun)
-        now.epoch, now.epochs, now.batches, now.end = begun.epoch, self._planned, begun.batches, 0
-        if self._planned and begun.batches:
-            now.end = now.rows + begun.batches + (self._planned - begun.epoch - 1) * len(begun.of)
+        now.epoch, now.epochs, now.batches, now.end = begun.epoch, self.planned, begun.batches, 0
+        if self.planned and begun.batches:
+            now.end = now.rows + begun.batches + (self.planned - begun.epoch - 1) * len(begun.of)
         self._spare_workers = begun.of.spare_workers
         self._clock.begin()
 

@@ -201,7 +201,7 @@ class Loader(Generic[Item]):
         first = self.epoch + self._begun
         if type(count := share.as_int(count)) is not int:
             raise UsageError(f"epochs({count!r}) is not a number of epochs; write an integer, as epochs(10)")
-        self._group.the(Meter).plan(count)
+        self._group.the(Meter).planned = count
         for epoch in range(first, count):
             if epoch > first or self._begun:
                 self._enter(epoch)
