@@ -322,3 +322,60 @@ def test_layers_in_a_sequential_or_a_list_are_followed(layers):
 def test_a_part_of_a_batch_whose_parts_were_moved_one_by_one_has_all_its_samples(moved):
     step = STEP.replace("model(x), y", "model(batch[0]), batch[1]")
     assert not _of(f"{BEGIN}for batch in train:\n    batch = {moved}\n{step}").gaps
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["print('[log]', *items)", "print(' '.join(map(str, items)))", "for item in items:\n        print(item)"],
+)
+def test_what_a_function_gets_as_further_arguments_is_totalled_where_it_is_called(body):
+    lines = f"def log(*items):\n    {body}\ntotal = 0.0\n{LOOP}    total += loss.item() * len(x)\nlog('loss', total)\n"
+    assert "log('loss', samestep.sum(total))\n" in _after(f"{BEGIN}{lines}")
+    assert not _of(f"{BEGIN}{lines}").gaps
+
+
+NAMESPACE = BEGIN.replace("model", "run.model").replace(
+    "train =", "run = types.SimpleNamespace(total=0.0)\ntrain ="
+)
+
+
+def test_a_namespace_is_an_object_of_the_script():
+    lines = LOOP.replace("model", "run.model")
+    script = f"import types\n{NAMESPACE}{lines}    run.total += loss.item()\nprint(run.total)\n"
+    after = _after(script)
+    assert "samestep.replicate(run.model)" in after
+    assert "    run.total += loss.item() * train.share\nprint(samestep.sum(run.total))\n" in after
+    assert not _of(script).gaps
+    (gap,) = _of(f"{script.replace('run.total += loss.item()', 'run.last = x')}print(run.last)\n").gaps
+    assert "is of the last batch, of which this process has a part at most" in gap
+
+
+@pytest.mark.parametrize(("test", "is_gap"), [("True", False), ("1", False), ("len(x) > 3", True)])
+def test_training_under_a_test_that_always_holds_is_training_in_each_turn(test, is_gap):
+    step = STEP.replace("    ", "        ")
+    lines = f"for x, y in train:\n    if {test}:\n{step}    print(loss.item())\n"
+    assert bool(_of(f"{BEGIN}{lines}").gaps) == is_gap
+
+
+def test_a_device_with_a_type_beside_its_name_becomes_that_of_the_process():
+    assert "device: torch.device = samestep.init().device\n" in _after(
+        f"{BEGIN}device: torch.device = torch.device('cuda')\nother: int\n{LOOP}"
+    )
+
+
+def test_gradients_that_a_statement_turns_off_are_those_of_an_evaluation():
+    begin = f"{BEGIN}{LOOP}torch.set_grad_enabled(False)\ntotal = 0.0\n"
+    lines = "for x, y in test:\n    total += F.cross_entropy(model(x), y, reduction='sum').item()\n"
+    script = f"{begin}{lines}torch.set_grad_enabled(True)\nprint(total / 20)\n"
+    assert "print(samestep.sum(total) / 20)\n" in _after(script)
+    assert not _of(script).gaps
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("'", '"'), ('"', "'")])
+def test_a_total_inside_an_f_string_has_the_other_quotes(outer, inner):
+    begin = BEGIN.replace("train =", "parts = {}\nparts[KEY] =").replace("KEY", f"{outer}train{outer}")
+    lines = LOOP.replace("in train", f"in parts[{outer}train{outer}]")
+    after = _after(f"{begin}{lines}print(f{outer}{{loss.item():.3f}}{outer})\n")
+    assert (
+        f"print(f{outer}{{samestep.sum(loss.item() * parts[{inner}train{inner}].share):.3f}}{outer})" in after
+    )

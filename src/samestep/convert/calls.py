@@ -35,6 +35,8 @@ _BORROWED = (
     "and this as a statement in the loop over the loader"
 )
 _OF_BATCH = "is the metric's value of this process's share; print metric.compute() after the loop"
+_NAMESPACES = ("types.SimpleNamespace", "argparse.Namespace")
+_NAMESPACE = Class(ast.ClassDef("Namespace", [], [], [], []), [], Scope())
 _DATA = {*ROWS, *NUMBERS, Kind.ROW, Kind.OTHER, "list", "each", "dict"}
 
 
@@ -61,6 +63,8 @@ class Calls(Library):
         callee = self.value(node.func)
         if callee.kind == "metric":
             return self._of_metric(callee, node, "forward")
+        if callee.of in _NAMESPACES:
+            return self._new(_NAMESPACE, node, *self._arguments(node))
         if callee.kind == "external":
             return self.external(str(callee.of), node).bare
         return self._of_ours(callee, node, *self._arguments(node))
@@ -233,7 +237,7 @@ class Calls(Library):
         else:
             self.statements(node.body)
         self.frames.pop()
-        self.without_gradients -= no_gradients
+        self.without_gradients = max(0, self.without_gradients - no_gradients)
         self.depth = frame.depth
         if frame.yielded:
             element = join(*(loop.element for loop in frame.yielded))
@@ -256,7 +260,8 @@ class Calls(Library):
             scope.names[name] = replace(nameless(value), since=self.since)
         rest = dict(enumerate(arguments[len(parameters) :]))
         if params.vararg is not None:
-            scope.names[params.vararg.arg] = Value("list", rest) if rest else named.get("*", Value())
+            given = replace(Value("list", rest), edits=join(*rest.values()).edits)
+            scope.names[params.vararg.arg] = given if rest else named.get("*", Value())
         if params.kwarg is not None:
             others = (value for name, value in named.items() if name not in names)
             scope.names[params.kwarg.arg] = join(*others)

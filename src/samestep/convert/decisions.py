@@ -21,6 +21,8 @@ class Decisions(Names):
         """Whether a test holds, if that is known: one for None, for a constant string or bool, or for a class."""
         if (is_one := self._is_one(test)) is not None:
             return is_one
+        if isinstance(test, ast.Constant):
+            return bool(test.value)
         if (tested := _tested_constant(test)) is None:
             return None
         node, constant, holds = tested

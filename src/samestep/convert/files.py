@@ -46,8 +46,9 @@ def finish(followed: Follower, source: Source, is_script: bool) -> None:
     imported = (alias for node in imports for alias in node.names if alias.name == "DataLoader")
     loaders = {"DataLoader", *(alias.asname or alias.name for alias in imported)}
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Assign) and (device := _device_of(node.value)):
-            devices.append(source.replaced(node.value, device))
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if value is not None and (device := _device_of(value)):
+            devices.append(source.replaced(value, device))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in loaders:
             if node not in followed.reached:
                 reason = "no line of the script leads to this DataLoader; change it by hand"
@@ -116,7 +117,9 @@ def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> 
             followed.findings.gap(source, node, f"{reason}; leave it out")
     if isinstance(node.value, str) and re.fullmatch(r"cuda:\d+", node.value):
         assigned = source.statement_of(node)
-        if not (isinstance(assigned, ast.Assign) and _device_of(assigned.value)):
+        if not (
+            isinstance(assigned, ast.Assign | ast.AnnAssign) and assigned.value and _device_of(assigned.value)
+        ):
             followed.findings.edit(source.replaced(node, re.sub(r":\d+", "", source.text(node))))
 
 

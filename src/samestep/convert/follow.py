@@ -323,18 +323,18 @@ class Follower(Calls):
             self.findings, self.learnt.eager = findings, eager
             self._follow_turn(node, loop)
         self.frame.had_batches |= loop.kind == "batches"
-        made = [pair for pair in self.frame.scope.names.items() if loop.number in pair[1].since]
-        for name, value in made:
+        for names, name, value in self.frame.scope.reached_values():
+            if loop.number not in value.since:
+                continue
             if value.kind == "turn":
-                self.frame.scope.names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
+                names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
             elif value.kind in ROWS and loop.kind == "batches" and (loop.trains or loop.lends):
                 remedy = f"as the last line of the loop write `{name} = samestep.gather({name})`"
                 reason = f"is of the last batch, of which this process has a part at most; {remedy}"
-                self.frame.scope.names[name] = Value(Kind.OTHER, reason)
+                names[name] = Value(Kind.OTHER, reason)
 
     def _follow_turn(self, node: ast.For | ast.While, loop: Loop) -> None:
-        scopes = self.frame.scope.reached() if loop.kind == "batches" else ()
-        for names, name, value in [(scope.names, *pair) for scope in scopes for pair in scope.names.items()]:
+        for names, name, value in self.frame.scope.reached_values() if loop.kind == "batches" else ():
             is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
             if is_number and value.origin and loop.number in value.origin[2]:
                 # in the next turn this value is of an earlier batch, so it must be totalled where it was made
@@ -365,7 +365,7 @@ class Follower(Calls):
                 self.bind(item.optional_vars, value)
         self.without_gradients += quiet
         self.statements(node.body)
-        self.without_gradients -= quiet
+        self.without_gradients = max(0, self.without_gradients - quiet)
 
     def _break(self, node: ast.stmt) -> None:
         if self.uneven and self.batches is not None and self.loops[-1].kind == "batches":

@@ -149,6 +149,9 @@ class Library(Unknown):
             return value
         if last.endswith("DataLoader"):
             return self.made_loader(node, name in LOADERS)
+        if name == "torch.set_grad_enabled" and isinstance(self.source.parents.get(node), ast.Expr):
+            text = ast.unparse(node.args[0]) if node.args else ""
+            self.without_gradients = {"True": 0, "False": 2}.get(text, 1)
         if name == "torch.save":
             return self.saved(node)
         if name in MEANS_OF_LISTS and first.kind == "list":

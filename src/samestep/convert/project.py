@@ -39,6 +39,10 @@ class Scope:
             found += [inner for inner in objects if inner not in found]
         return found
 
+    def reached_values(self) -> list[tuple[Named, str, Value]]:
+        """The values that its names lead to, each with its name and the names beside it."""
+        return [(scope.names, *pair) for scope in self.reached() for pair in scope.names.items()]
+
 
 @dataclass(eq=False)
 class Function:

@@ -6,9 +6,12 @@ import re
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from samestep.errors import UsageError
+
+_OTHER_QUOTES = {"'": {ord("'"): '"'}, '"': {ord('"'): "'"}}
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,24 @@ class Source:
         parts, at, end = [], start, len(self.data) if end is None else end
         mine = [edit for edit in edits if edit.source is self and start <= edit.start and edit.end <= end]
         for edit in sorted(mine, key=lambda edit: (edit.start, edit.end)):
-            parts += [self.data[at : edit.start], edit.text.encode()]
+            parts += [self.data[at : edit.start], self._quoted(edit).encode()]
             at = max(at, edit.end)
         return b"".join([*parts, self.data[at:end]]).decode()
+
+    @cached_property
+    def _f_strings(self) -> list[tuple[int, int, str]]:
+        """Where each f-string begins and ends, and its quote if that is a single character."""
+        nodes = [node for node in self.parents if isinstance(node, ast.JoinedStr)]
+        texts = [(self.start(node), self.end(node), self.text(node).lstrip("rRfF")) for node in nodes]
+        single = [found for found in texts if found[2][:3] not in ('"""', "'''")]
+        return [(start, end, text[0]) for start, end, text in single if text[:1] in _OTHER_QUOTES]
+
+    def _quoted(self, edit: Edit) -> str:
+        """An edit's text; inside an f-string, with quotes that do not end it."""
+        for start, end, quote in self._f_strings if "'" in edit.text or '"' in edit.text else ():
+            if start < edit.start and edit.end < end:
+                return edit.text.translate(_OTHER_QUOTES[quote])
+        return edit.text
 
 
 def _unreadable(path: Path, error: Exception) -> str:
