@@ -261,6 +261,18 @@ def test_a_rank_that_takes_a_sample_of_another_has_no_weight(world):
 
 
 @pytest.mark.sizes(2, 3)
+def test_behind_a_loop_that_takes_batches_by_next_what_every_rank_added_up_counts(world):
+    samestep.replicate(network())
+    train = samestep.loader(TensorDataset(ROWS[:8]), 3, shuffle=True)
+    batches, num_seen, num_inside = iter(train), 0, 0
+    for _ in range(len(train)):
+        (rows,) = next(batches)
+        num_seen += len(rows) if train.share else 0
+        num_inside += samestep.sum(len(rows))
+    assert samestep.sum(num_seen) == num_inside == 8
+
+
+@pytest.mark.sizes(2, 3)
 def test_ranks_at_different_samples_are_named_at_their_next_message(world, monkeypatch):
     monkeypatch.setenv("SAMESTEP_CHECK_EVERY", "0")  # which has a message of its own in the first steps
     samestep.replicate(network())

@@ -32,6 +32,7 @@ class Pass:
         self.sizes: list[list[int]] = []
         self.is_left = self.is_again = self.has_backward = self.is_evaluated = False
         self.latest: Share | None = None
+        self.loop: Any = None  # of the script, around the call of next() for a batch that is lent to ranks
         # the latest batch's tensors, and its ragged tensors, by their place in the batch
         self.batch: dict[str, weakref.ref[torch.Tensor]] = {}
         self.ragged: dict[str, Ragged] = {}

@@ -18,6 +18,7 @@ from samestep.train.group.world import joined
 from samestep.train.loss import Averaged
 from samestep.train.origins import Origins
 from samestep.train.passes import Pass, Ragged, Share
+from samestep.train.script.sizes import loop_of_next
 from samestep.train.subscriber import Models, Subscriber
 from samestep.train.weights import Weights
 
@@ -84,6 +85,7 @@ class Spine(Member):
         self.origins.take(share, batch)
         self.group.enter("user" if this.training else "evaluation")
         this.latest, this.ragged = share, ragged or {}
+        this.loop = loop_of_next() if share.all < self.group.world.size else None
         this.counted += share.mine
         self.group.share = (share.mine, share.all) if share.microbatch is None else (0, 0)
         if this.training:
@@ -110,6 +112,12 @@ class Spine(Member):
         self.group.enter("user")
         self.origins.end(ended)
         self.tell(Subscriber.pass_ends, ended)
+
+    def leave_loop_of_next(self) -> None:
+        """Leave a pass whose small last batch the script took by next(), where it has left the loop around that."""
+        share = self.origins.at_hand
+        if share is not None and share.of.loop is not None and share.of.loop.is_left:
+            self.leave_pass(share.of)
 
     def leave_pass(self, left: Pass) -> None:
         """The pass is finished, or its iterator was collected; gradients do not depend on when that happens."""

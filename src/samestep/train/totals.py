@@ -121,6 +121,7 @@ def gather(value: Value) -> Value:
 def _note_total(call: str) -> None:
     """Count the total; remark where it may contain lent samples of a training loop, which other ranks count too."""
     spine().totals += 1
+    spine().leave_loop_of_next()
     size, left = joined().world.size, spine().origins.evaluated
     if spine().origins.at_hand is not None or left is None or not left.training or size == 1:
         return

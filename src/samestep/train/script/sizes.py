@@ -12,8 +12,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -129,6 +129,37 @@ def is_over_samples(
                 return True
         frame = scripts_frame(frame.f_back)
     return False
+
+
+class LoopOfNext(NamedTuple):
+    """The lines of a loop that calls next(), and the frame that runs it."""
+
+    frame: int
+    code: CodeType
+    lines: range
+
+    @property
+    def is_left(self) -> bool:
+        """Whether its frame still runs, and is at a line behind the loop."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (id(frame), frame.f_code) != self[:2]:
+            frame = frame.f_back
+        return frame is not None and frame.f_lineno not in self.lines
+
+
+def loop_of_next() -> LoopOfNext | None:
+    """The innermost loop around the script's call of next() that has led here; None if it is another call."""
+    frame, call = scripts_call()
+    if frame is None or not (
+        isinstance(call, ast.Call) and re.search(r"\b(next|__next__)$", ast.unparse(call.func))
+    ):
+        return None
+    nodes = [
+        node for node in ast.walk(_tree(frame.f_code.co_filename)) if isinstance(node, ast.For | ast.While)
+    ]
+    loops = [range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in nodes]
+    around = [lines for lines in loops if frame.f_lineno in lines]
+    return LoopOfNext(id(frame), frame.f_code, min(around, key=len)) if around else None
 
 
 def distribution_drawn() -> Any:
