@@ -46,9 +46,8 @@ def finish(followed: Follower, source: Source, is_script: bool) -> None:
     imported = (alias for node in imports for alias in node.names if alias.name == "DataLoader")
     loaders = {"DataLoader", *(alias.asname or alias.name for alias in imported)}
     for node in ast.walk(source.tree):
-        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        if value is not None and (device := _device_of(value)):
-            devices.append(source.replaced(value, device))
+        if isinstance(node, ast.Assign) and (device := _device_of(node.value)):
+            devices.append(source.replaced(node.value, device))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in loaders:
             if node not in followed.reached:
                 reason = "no line of the script leads to this DataLoader; change it by hand"
@@ -117,9 +116,7 @@ def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> 
             followed.findings.gap(source, node, f"{reason}; leave it out")
     if isinstance(node.value, str) and re.fullmatch(r"cuda:\d+", node.value):
         assigned = source.statement_of(node)
-        if not (
-            isinstance(assigned, ast.Assign | ast.AnnAssign) and assigned.value and _device_of(assigned.value)
-        ):
+        if not (isinstance(assigned, ast.Assign) and _device_of(assigned.value)):
             followed.findings.edit(source.replaced(node, re.sub(r":\d+", "", source.text(node))))
 
 
@@ -202,7 +199,7 @@ def _without_writer(followed: Follower, source: Source, node: ast.Call) -> None:
         reason = _ALL_WRITE.format(ast.unparse(node.func), "and call it there only")
         followed.findings.gap(source, node, reason)
         return
-    opens, closes = ("", "") if isinstance(around, ast.Assign | ast.AnnAssign | ast.Return) else "()"
+    opens, closes = ("", "") if isinstance(around, ast.Assign | ast.Return) else "()"
     choice = " if samestep.init().rank == 0 else NoWriter()"
     followed.findings.edit(*source.wrapped(node, opens, choice + closes))
     kinds = ast.Assign | ast.FunctionDef | ast.ClassDef | ast.If

@@ -33,7 +33,7 @@ class Source:
             before = path.read_bytes()
             self.encoding, _ = tokenize.detect_encoding(io.BytesIO(before).readline)
             text = before.decode(self.encoding)
-            self.tree = ast.parse(text)
+            self.tree = _without_types(ast.parse(text))
         except OSError as error:
             raise UsageError(f"{path} cannot be read ({(error.strerror or '').lower()})") from error
         except (SyntaxError, ValueError, RecursionError) as error:
@@ -129,6 +129,16 @@ class Source:
             if start < edit.start and edit.end < end:
                 return edit.text.translate(_OTHER_QUOTES[quote])
         return edit.text
+
+
+def _without_types(tree: ast.Module) -> ast.Module:
+    """The tree with `name: type = value` as a plain assignment; in a class, where that is a field, it stays."""
+    for node in ast.walk(tree):
+        for body in vars(node).values() if not isinstance(node, ast.ClassDef) else ():
+            for index, item in enumerate(body) if isinstance(body, list) else ():
+                if isinstance(item, ast.AnnAssign) and item.value is not None:
+                    body[index] = ast.copy_location(ast.Assign([item.target], item.value), item)
+    return tree
 
 
 def _unreadable(path: Path, error: Exception) -> str:
