@@ -89,3 +89,65 @@ def test_what_a_training_loop_computes_of_the_texts_of_its_samples_is_not_gather
     made = _of(f"{BEGIN}{encode}{lines}")
     assert "gather" not in _after(f"{BEGIN}{encode}{lines}")
     assert "the loss is ''.join(...) of this process's values" in made.gaps[0]
+
+
+INTERLEAVED = (
+    "for x, y in train:\n    both = torch.cat((x, x * 2)).reshape(-1, 2, 4).transpose(0, 1).reshape(-1, 4)\n"
+    "    loss = F.cross_entropy(model(both)[: len(x)], y)\n    loss.backward()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "gap"),
+    [
+        (INTERLEAVED, "the loss mixes the rows of tensors that were joined"),
+        ("size = 8\nreal = torch.ones(size, 3)\nfor x, y in DataLoader(data, size, drop_last=True):\n"
+         "    F.mse_loss(model(x), real).backward()\n",
+         "`torch.ones(size, 3)` is made for a whole batch; make it in the loop"),
+        (f"for x, y in train:\n{STEP}    at = torch.nonzero(y)\n    print(at)\n", "numbers the samples of a share"),
+    ],
+)  # fmt: skip
+def test_what_no_rank_can_cut_out_of_the_whole_batch_is_listed(lines, gap):
+    assert any(gap in found for found in _of(f"{BEGIN}{lines}").gaps)
+
+
+@pytest.mark.parametrize(
+    "places", ["torch.where(y > 0)[0]", "(y > 0).nonzero()", "y.nonzero(as_tuple=True)[0]"]
+)
+def test_the_number_of_samples_that_were_found_is_summed(places):
+    lines = f"for x, y in train:\n{STEP}    found = {places}\n    print(len(found), x[found].sum())\n"
+    assert "    print(samestep.sum(len(found)), samestep.sum(x[found].sum()))\n" in _after(f"{BEGIN}{lines}")
+    assert not _of(f"{BEGIN}{lines}").gaps
+
+
+def test_what_is_added_to_the_data_of_rows_is_theirs():
+    lines = "    noise = torch.zeros_like(x)\n    for _ in range(3):\n        noise.data += x.sign()\n"
+    script = f"{BEGIN}for x, y in train:\n{lines}{STEP.replace('model(x)', 'model(x + noise)')}"
+    assert "        noise.data += x.sign()\n" in _after(script)
+    assert not _of(script).gaps
+
+
+@pytest.mark.parametrize("given", ["self.kept['net']", "self.net"])
+def test_what_an_object_gets_by_keywords_is_known_by_its_name(given):
+    kept = "self.kept = options" if "kept" in given else "self.net = options['net']"
+    trainer = (
+        f"class Trainer:\n    def __init__(self, **options):\n        {kept}\n        self.loss = options['loss']\n"
+        f"    def fit(self):\n        for x, y in train:\n            loss = self.loss({given}(x), y)\n"
+        "            loss.backward()\n            print(loss.item())\nTrainer(net=model, loss=F.cross_entropy).fit()\n"
+    )
+    assert "            print(samestep.mean(loss.item()))\n" in _after(f"{BEGIN}{trainer}")
+    assert not _of(f"{BEGIN}{trainer}").gaps
+
+
+def test_the_fields_of_a_named_tuple_are_followed():
+    net = (
+        "from collections import namedtuple\nOut = namedtuple('Out', 'first second')\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(4, 3)\n    def forward(self, x):\n"
+        "        return Out(self.layer(x), second=x)\nmodel = Net()"
+    )
+    lines = (
+        "for x, y in train:\n    loss = F.cross_entropy(model(x).first, y)\n    for part in model(x):\n"
+        "        loss = loss + part.mean()\n    loss.backward()\n"
+    )
+    assert not _of(f"{BEGIN.replace('model = nn.Linear(4, 3)', net)}{lines}").gaps

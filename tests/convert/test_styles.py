@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from convert.corpus import SCRIPTS
 from convert.styles import STYLES, in_style
-from convert.test_convert import _of
+from convert.test_convert import _of, _place  # noqa: F401
 
 NAMES = sorted(name for name, path in SCRIPTS.items() if path.stem == name)
 

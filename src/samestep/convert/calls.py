@@ -92,6 +92,9 @@ class Calls(Library):
             return of_loss(callee.of, [*self.together(node.args, arguments), *named.values()], self.batches)
         if callee.kind == "class":
             return self._new(callee.of, node, arguments, named)
+        if callee.kind == "tuple class":
+            by_name = {**dict(zip(callee.of, arguments, strict=False)), **named}
+            return Value("list", {**dict(enumerate(by_name.values())), **by_name})
         if callee.kind in ("instance", "model"):
             return self._call_of_object(callee, node, arguments, named)
         return self.opaque(node, [*arguments, *named.values()])
@@ -99,7 +102,11 @@ class Calls(Library):
     def _arguments(self, node: ast.Call) -> tuple[Values, Named]:
         """The values of a call's arguments; "*" is a batch that is unpacked into arguments."""
         positional: Values = []
-        named = {argument.arg or "**": self.passed(argument.value) for argument in node.keywords}
+        named: Named = {}
+        for option in node.keywords:
+            value = self.passed(option.value)
+            is_unpacked = option.arg is None and value.kind == "dict" and {*map(type, value.of)} == {str}
+            named |= value.of if is_unpacked else {option.arg or "**": value}
         for argument in node.args:
             value = self.passed(argument.value if isinstance(argument, ast.Starred) else argument)
             if isinstance(argument, ast.Starred) and value.kind == Kind.BATCH:
@@ -263,8 +270,9 @@ class Calls(Library):
             given = replace(Value("list", rest), edits=join(*rest.values()).edits)
             scope.names[params.vararg.arg] = given if rest else named.get("*", Value())
         if params.kwarg is not None:
-            others = (value for name, value in named.items() if name not in names)
-            scope.names[params.kwarg.arg] = join(*others)
+            others = {name: value for name, value in named.items() if name not in names}
+            is_known = not others.keys() & {"*", "**"}
+            scope.names[params.kwarg.arg] = Value("dict", others) if is_known else join(*others.values())
 
 
 def without_gradients(text: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from samestep.convert.decisions import Decisions
 from samestep.convert.project import Function, Scope
-from samestep.convert.signatures import NAMED, NUMBERED, counted
+from samestep.convert.signatures import NAMED, NUMBERED, counted, turned
 from samestep.convert.source import Edit
 from samestep.convert.values import (
     LENGTH,
@@ -107,7 +107,8 @@ class Expressions(Decisions):
             return self._of_class(base, name)
         if base.kind == "external":
             return Value("external", f"{base.of}.{name}")
-        if (known := self._set_before(node)) is not None:
+        known = base.of.get(name) if base.kind == "list" else self._set_before(node)  # of a named tuple
+        if known is not None:
             return known
         if name in _FACTS or (name == "shape" and base.kind in NUMBERS):
             return Value()
@@ -117,7 +118,7 @@ class Expressions(Decisions):
         if base.kind in ROWS and name in NAMED["field"] and not is_method:
             return self.loss_of_model(node) if name == "loss" else counted(base, self.batches)
         if name in ("T", "mT", "H") and base.kind in ROWS:
-            return Value(Kind.ROWS if base.kind in TURNED else Kind.COLUMNS)
+            return turned(base)
         if base.kind in (*ROWS, *NUMBERS, Kind.ROW, "model"):
             return base if name == "module" else Value(base.kind, base.of)
         return other(base.of, base) if base.is_shared else Value(models=base.models)

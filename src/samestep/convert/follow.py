@@ -159,8 +159,7 @@ class Follower(Calls):
 
     def _importfrom(self, node: ast.ImportFrom) -> None:
         source = self.find(node.module or "", node.level, self.source.path)
-        names = self.frame.scope.names
-        known = self.follow_module(source).names if source else {}
+        names, known = self.frame.scope.names, self.follow_module(source).names if source else {}
         for alias in node.names:
             full = f"{node.module}.{alias.name}" if node.module else alias.name
             if alias.name == "*":
@@ -242,8 +241,9 @@ class Follower(Calls):
         return isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
 
     def _place_added_to(self, target: ast.expr) -> tuple[Scope, str]:
-        """The place that an addition changes: for an element with a variable index, the whole container."""
-        return self.place_of(target.value if self._is_element(target) else target)  # type: ignore[attr-defined]
+        """The place that an addition changes: for an element with a variable index, and for x.data, the whole of it."""
+        is_part = self._is_element(target) or getattr(target, "attr", "") == "data"
+        return self.place_of(target.value if is_part else target)  # type: ignore[attr-defined]
 
     def _add(self, target: ast.expr, added: ast.expr) -> None:
         scope, name = self._place_added_to(target)

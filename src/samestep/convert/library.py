@@ -21,6 +21,7 @@ from samestep.convert.signatures import (
     of_loss,
     of_tensors,
     over_rows,
+    turned,
     turns,
 )
 from samestep.convert.source import Edit, takes_apart, values_given
@@ -95,12 +96,10 @@ class Library(Unknown):
         return not is_rest and self.value(size).kind == Kind.ALIKE
 
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
-        of = node.args[0] if len(dims) < len(node.args) else getattr(node.func, "value", node.func)
-        counts_graphs = name in ("max", "amax") and self.in_forward and not (dims or node.keywords)
-        if name == "bincount" and self.in_forward and _GRAPHS.search(ast.unparse(of)):
-            return Value(Kind.ROWS)  # how many nodes each graph has
-        if name in NAMED["fact"] or (counts_graphs and _GRAPHS.search(ast.unparse(of))):
+        if name in NAMED["fact"]:
             return Value()
+        if (special := self._of_graphs(name, node, dims) or self._places(name, node)) is not None:
+            return special
         if name == "squeeze" and values[0].kind in ROWS and not (dims or node.keywords):
             self.squeezed(node, values[0], (*node.args, getattr(node.func, "value", node.func))[0])
         if name in NAMED["count"] and values[0].kind in ROWS:
@@ -112,7 +111,7 @@ class Library(Unknown):
             return Value(Kind.OTHER, STACKS)
         shape = [*map(ast.unparse, dims)]
         if not self.in_forward and values[0].kind in ROWS and turns(name, shape):
-            return Value(Kind.ROWS if values[0].kind in TURNED else Kind.COLUMNS)
+            return turned(values[0])
         if name == "einsum" and not self.in_forward and "->" in str(values[0].text):
             return of_einsum(str(values[0].text), values[1:], self.batches)
         named = [self.constant(option.value) for option in node.keywords if option.arg in DIMENSIONS]
@@ -125,6 +124,22 @@ class Library(Unknown):
         is_stacked = values[0].kind in TURNED and is_reduction
         is_over_rows = over_rows([*named, *dims_of(name, dims)], 0 if is_stacked else self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
+
+    def _of_graphs(self, name: str, node: ast.Call, dims: list[ast.expr]) -> Value | None:
+        """The number of graphs, or of each graph's nodes, from the numbers of graphs that a model gets."""
+        of = node.args[0] if len(dims) < len(node.args) else getattr(node.func, "value", node.func)
+        if not self.in_forward or not _GRAPHS.search(ast.unparse(of)):
+            return None
+        if name in ("max", "amax") and not (dims or node.keywords):
+            return Value()
+        return Value(Kind.ROWS) if name == "bincount" else None
+
+    def _places(self, name: str, node: ast.Call) -> Value | None:
+        """The places of some samples in the share, by `nonzero`; with one condition, `where` gives them in a tuple."""
+        if name not in NAMED["places"] and (name != "where" or len(values_given(node)) > 1):
+            return None
+        is_tuple = name == "where" or any(option.arg == "as_tuple" for option in node.keywords)
+        return Value("list", {0: Value(Kind.SOME, NUMBERED)}) if is_tuple else Value(Kind.SOME, NUMBERED)
 
     def _of_list(self, node: ast.Call, base: Value, name: str, values: Values) -> Value:
         if name in ("append", "extend") and base.kind not in (Kind.BATCH, Kind.PART) and len(node.args) == 1:
@@ -191,6 +206,8 @@ class Library(Unknown):
             return Value("own")
         if name in ("builtins.open", "io.BytesIO"):
             return self.file_opened(node)
+        if name == "collections.namedtuple":
+            return Value("tuple class", re.findall(r"\w+", ast.unparse(node.args[1])))
         is_dict = last in ("dict", "OrderedDict") and bool(keys) and not node.args
         return Value("dict", dict(zip(keys, values, strict=True)), models_of(*values)) if is_dict else None
 

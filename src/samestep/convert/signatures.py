@@ -36,6 +36,7 @@ paired      linear inner outer tensordot
 moved       flip roll
 second      norm quantile nanquantile roll
 compared    eq ne lt le gt ge equal logical_and logical_or cosine_similarity
+places      nonzero argwhere flatnonzero
 numbered    arange linspace eye tril_indices triu_indices randperm
 loss        cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div
 weighted    crossentropy crossentropyloss nllloss
@@ -64,6 +65,8 @@ DIVIDES = (
 STACKS = "stacks batches, of which processes have unlike parts; join them by concatenate or cat"
 CHOSEN = "is reduced over dimensions that are chosen while the script runs; write them as constants"
 DIMENSIONS = ("dim", "dims", "axis")
+_FLAT = ("reshape", "view", "flatten", "ravel")
+MIXED = "mixes the rows of tensors that were joined"
 NUMBERED = "numbers the samples of a share"
 _CHOSEN = "is a mean over chosen samples of a share"
 
@@ -166,10 +169,10 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
     is_plain = base.kind in NUMBERS or Kind.COLUMNS in {value.kind for value in values}
     if name.rstrip("_") in _OPERATORS and is_plain and len(values) == 2:
         return combined(_OPERATORS[name.rstrip("_")], *values)
-    if base.kind in TURNED and name in ("t", "reshape", "view", "flatten", "ravel", "squeeze"):
-        return Value(Kind.ROWS)
+    if base.kind in TURNED and name in ("t", "squeeze", *_FLAT):
+        return turned(base, is_flat=name in _FLAT)
     is_turned = name == "t" or (name == "unsqueeze" and is_over_rows and base.kind == Kind.ROWS)
-    return Value(Kind.COLUMNS) if is_turned and base.kind in ROWS else _by_rows(name, shared, in_forward)
+    return turned(base) if is_turned and base.kind in ROWS else _by_rows(name, shared, in_forward)
 
 
 def turns(name: str, dims: list[str]) -> bool:
@@ -177,6 +180,15 @@ def turns(name: str, dims: list[str]) -> bool:
     is_swapped = name in ("transpose", "swapaxes", "swapdims") and sorted(dims) == ["0", "1"]
     is_row = name in ("view", "reshape") and dims == ["1", "-1"]
     return is_swapped or is_row or (name == "permute" and dims[1:2] == ["0"])
+
+
+def turned(rows: Value, is_flat: bool = False) -> Value:
+    """Rows with the samples in the second dimension, or back in the first, or there one after another."""
+    if is_flat:
+        return Value(Kind.OTHER, MIXED) if rows.of == MIXED else Value(Kind.VIEWS)
+    if rows.kind in TURNED:
+        return Value(Kind.VIEWS if rows.of == MIXED else Kind.ROWS)
+    return Value(Kind.COLUMNS, MIXED if rows.kind == Kind.VIEWS else None)
 
 
 def of_einsum(equation: str, values: Values, batch: Loop | None) -> Value:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.convert.project import Following, Frame, Scope
-from samestep.convert.signatures import CHOSEN, DIVIDES, IN_MODEL, NAMED, STACKS
+from samestep.convert.signatures import CHOSEN, DIVIDES, IN_MODEL, NAMED, NUMBERED, STACKS, makes_rows
 from samestep.convert.source import Edit, Source, is_flattened, name_of, parts_of, shown_in
 from samestep.convert.values import (
     NUMBERS,
@@ -33,6 +33,9 @@ Edits = tuple[Edit | ast.expr, ...]
 ALSO_ALIKE = (
     "this line is reached with numbers of a share, and with numbers that all processes have, which a total would "
     "count once for each process; take the total before the call"
+)
+_OF_WHOLE_BATCH = (
+    "is made for a whole batch; make it in the loop, for as many samples as the input has: x.size(0)"
 )
 _AT_A_STEP = (
     "this evaluation is totalled at a training step; where its batch has fewer samples than there are processes, "
@@ -118,6 +121,8 @@ class Totals(Following):
         is_over = self.batches is None and not self.in_forward
         is_over &= any(part.kind == Kind.ALIKE and not isinstance(node, ast.Constant) for node, part in pairs)
         kind = "all" if is_over else "share"
+        if self.batches is not None and any(value.kind in ROWS for value in values):
+            self._check_sizes(values)
         for index, (node, value) in enumerate(pairs):
             if value.kind not in ROWS:
                 continue
@@ -125,6 +130,17 @@ class Totals(Following):
             if self.findings.beside.setdefault(self.source.span(node), kind) != kind:
                 self.gap(node, ALSO_ALIKE)
         return values
+
+    def _check_sizes(self, values: Values) -> None:
+        """Note an operand that was made before the loop, with as many rows as a whole batch has."""
+        for made, source, _ in (
+            value.origin for value in values if value.kind == Kind.ALIKE and value.origin
+        ):
+            calls = [part for part in ast.walk(made) if isinstance(part, ast.Call) and part.args]
+            calls = [part for part in calls if makes_rows(ast.unparse(part.func).rpartition(".")[2])]
+            shapes = [getattr(part.args[0], "elts", part.args)[:1] for part in calls]
+            if any(ast.unparse(shape) in self.sizes for first in shapes for shape in first):
+                self.findings.gap(source, made, f"`{ast.unparse(made)}` {_OF_WHOLE_BATCH}")
 
     def beside_rows(self, nodes: Sequence[ast.expr], values: Values) -> Values:
         """The values of operands: next to rows, a number of the batch is totalled, as in `x + noise * x.std()`."""
@@ -142,6 +158,7 @@ class Totals(Following):
     def kept(self, value: Value) -> Value:
         """A value that gets a name: if it can be combined, that is done where the name is used."""
         combines = value.kind in _SUMMED or value.kind in ROWS - TURNED - {Kind.VIEWS}
+        combines |= value.kind == "list" and [part.of for part in value.parts] == [NUMBERED]
         return replace(value, edits=None) if combines or not self.may_total() else value
 
     def named(self, node: ast.expr, value: Value, kinds: Collection[str]) -> Value:
