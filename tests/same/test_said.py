@@ -73,6 +73,14 @@ PICKED = (
     "l = model(x, 0).square()[:, 0]; m = x[:, 0] >= 0; "
     "(l[m].sum() / m.sum() + (l * m).sum() / (m.sum() + 1e-8)).backward()"
 )
+ATTACK = (
+    "d = torch.zeros_like(x, requires_grad=True)\n"
+    "        F.mse_loss(model(x + d, 0), x[:, :1], reduction='{}').backward(inputs=[d]); "
+)
+OF_BOTH = (
+    "a, b = model(torch.cat([x, x + d.grad.sign()]), 0).chunk(2)\n"
+    "        (F.mse_loss(a, x[:, :1]) + F.kl_div(b.log_softmax(1), a.softmax(1), reduction='batchmean')).backward()"
+)
 PADDED = (
     "n = torch.arange(3, 3 + len(x)); rnn = nn.utils.rnn; "
     "z = (x * model(x, 0))[..., None]; p = rnn.pack_padded_sequence(z, n, batch_first=True, enforce_sorted=False); "
@@ -236,6 +244,8 @@ OF_PAIRS = "(z @ z.t()).mean().backward()"
         (POSITIVE, AVERAGES),
         (PICKED, ""),
         (PADDED, ""),
+        (ATTACK.format("sum") + "model(x + d.grad.sign(), 0).mean().backward()", ""),
+        (ATTACK.format("mean") + OF_BOTH, ""),
     ],
     ids=[
         *("drawn-by-rank", "drawn-alike"),
@@ -246,6 +256,7 @@ OF_PAIRS = "(z @ z.t()).mean().backward()"
         *("normalized-by-all", "by-sample", "sorted-and-back", "read-of-all", "logged", "drawn"),
         *("counted", "mixed-in-place", "mirrored-in-place", "labels-of-others", "turned-with-its-labels"),
         *("weights-by-frequency", "weight-of-positives", "picked-and-counted", "padded-again"),
+        *("attacked", "attacked-and-joined"),
     ],
 )  # fmt: skip
 def test_a_loss_that_mixes_samples_is_said_by_default_too_and_no_other(inside, said, nest, tmp_path):

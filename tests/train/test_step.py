@@ -241,6 +241,24 @@ def test_whether_a_pass_trains_is_told_by_autograd_and_by_the_models(world):
     assert spine().is_training(True)
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_loop_that_steps_an_optimizer_trains_in_eval_mode_too(world, is_scaled, is_wrapped):
+    model, expected = samestep.replicate(network()).eval(), network()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", enabled=False)
+    reference = torch.optim.SGD(expected.parameters(), 0.1)
+    batches = samestep.loader(TensorDataset(SMALL), 3)  # of 3, 3 and 1 samples
+    for (rows,) in map(list, batches) if is_wrapped else batches:
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        scaler.step(optimizer) if is_scaled else optimizer.step()
+    for rows in SMALL.split(3):
+        reference.zero_grad()
+        expected(rows).square().mean().backward()
+        reference.step()
+    torch.testing.assert_close(model.weight, expected.weight)
+
+
 def test_totals_count_the_batch_in_a_loop_and_the_pass_after_it(world):
     at = spine().origins
     for (rows,) in samestep.loader(TensorDataset(SMALL), 4):

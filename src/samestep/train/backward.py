@@ -87,7 +87,13 @@ class Backward(Member):
         spine.tell(Subscriber.backward_begins, loss)
         if loss.numel() == 1:
             spine.origins.losses.append(loss.detach())
-        self._first_losses.look_at(loss)
+        parameters = (
+            {id(parameter) for parameter in spine.models.parameters()} if (inputs := args[2]) else set()
+        )
+        if not inputs or any(
+            id(tensor) in parameters for tensor in inputs
+        ):  # not an attack on the input alone
+            self._first_losses.look_at(loss)
         spine.weights.of_loss = spine.weights.of_next_loss(spine.models)
         spine.weights.of_leaves = self._weight_for_inputs(outputs) if spine.weights.needs_leaves else 1.0
         spine.weights.of_calls.clear()

@@ -18,7 +18,7 @@ from samestep.train.group.world import joined
 from samestep.train.loss import Averaged
 from samestep.train.origins import Origins
 from samestep.train.passes import Pass, Ragged, Share
-from samestep.train.script.sizes import loop_of_next
+from samestep.train.script.loops import loop_of_next, steps_optimizer_of
 from samestep.train.subscriber import Models, Subscriber
 from samestep.train.weights import Weights
 
@@ -70,7 +70,8 @@ class Spine(Member):
         """Whether a pass that begins now trains, as far as autograd and the models can tell."""
         if not torch.is_grad_enabled() or self.group.world.size == 1:
             return torch.is_grad_enabled()
-        return self.models.trains(shuffled)
+        # a model in eval mode may train too, with its BatchNorm and dropout frozen
+        return self.models.trains(shuffled) or steps_optimizer_of({*map(id, self.models.parameters())})
 
     def begin_pass(self, begun: Pass) -> None:
         """A loader is iterated again; its last pass ends, which a `break` had left unfinished."""

@@ -65,7 +65,8 @@ def averaged(
     arguments = arguments_of(func, args, kwargs)
     if does := _mixes(name, arguments, operands, probe, order, rows.mine):
         return Averaged(f"{does} ({users_line()})")
-    is_sure = any(have_batch) and all(operand.sure for operand in operands)
+    # where a size is not followed, as in the gradient of an attack, a dimension may be the batch's
+    is_sure = any(have_batch) and all(operand.sure and operand.probe is not None for operand in operands)
     is_reduced = is_sure and isinstance(probe, torch.Tensor) and probe.shape == result.shape
     if not averages and (not is_reduced or name in _PICKS):
         return None

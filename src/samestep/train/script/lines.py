@@ -110,3 +110,11 @@ def _call_at(code: CodeType, instruction: int) -> ast.AST | None:
         return None
     # the header of a loop evaluates what it iterates
     return getattr(statement, "iter", statement.value if isinstance(statement, ast.Expr) else statement)
+
+
+@functools.cache
+def tree_of(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])

@@ -7,18 +7,17 @@ one that may be the batch's.
 
 import ast
 import functools
-import linecache
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
 
-from samestep.train.script.lines import call_in, scripts_call, scripts_frame, value_of
+from samestep.train.script.lines import call_in, scripts_call, scripts_frame, tree_of, value_of
 
 _SAMPLED = {"sample", "rsample"}
 _SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full"}
@@ -129,37 +128,6 @@ def is_over_samples(
                 return True
         frame = scripts_frame(frame.f_back)
     return False
-
-
-class LoopOfNext(NamedTuple):
-    """The lines of a loop that calls next(), and the frame that runs it."""
-
-    frame: int
-    code: CodeType
-    lines: range
-
-    @property
-    def is_left(self) -> bool:
-        """Whether its frame still runs, and is at a line behind the loop."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (id(frame), frame.f_code) != self[:2]:
-            frame = frame.f_back
-        return frame is not None and frame.f_lineno not in self.lines
-
-
-def loop_of_next() -> LoopOfNext | None:
-    """The innermost loop around the script's call of next() that has led here; None if it is another call."""
-    frame, call = scripts_call()
-    if frame is None or not (
-        isinstance(call, ast.Call) and re.search(r"\b(next|__next__)$", ast.unparse(call.func))
-    ):
-        return None
-    nodes = [
-        node for node in ast.walk(_tree(frame.f_code.co_filename)) if isinstance(node, ast.For | ast.While)
-    ]
-    loops = [range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in nodes]
-    around = [lines for lines in loops if frame.f_lineno in lines]
-    return LoopOfNext(id(frame), frame.f_code, min(around, key=len)) if around else None
 
 
 def distribution_drawn() -> Any:
@@ -328,7 +296,7 @@ def _arguments_for(frame: FrameType, name: str) -> list[ast.expr] | None:
 @functools.cache
 def _loops_in(file: str) -> list[tuple[range, ast.expr]]:
     """The lines of each loop and comprehension in a file, and what it iterates."""
-    nodes: Any = ast.walk(_tree(file))
+    nodes: Any = ast.walk(tree_of(file))
     return [
         (range(node.lineno, node.end_lineno + 1), iterable)
         for node in nodes
@@ -348,7 +316,7 @@ def _iterables_of(loop: ast.AST) -> list[ast.expr]:
 @functools.cache
 def assigned_to(file: str, name: str, kind: type[ast.Name] | type[ast.Attribute]) -> list[ast.expr] | None:
     """All values that a file assigns to variables, or attributes, of this name; None where some are not known."""
-    nodes = list(ast.walk(_tree(file)))
+    nodes = list(ast.walk(tree_of(file)))
     values = [
         value
         for node in nodes
@@ -377,11 +345,3 @@ def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
 
 def _name_of(node: ast.AST | None) -> str:
     return str(getattr(node, "attr", getattr(node, "id", "")))
-
-
-@functools.cache
-def _tree(file: str) -> ast.Module:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ast.Module([], [])

@@ -128,3 +128,9 @@ def _tensor(value: Any) -> torch.Tensor | None:
         if tensor is not None and tensor.numel() and not tensor.is_complex():
             return None if tensor.dtype in (torch.uint8, torch.bool) else tensor
     return None
+
+
+def is_of_inputs(inputs: Any) -> bool:
+    """Whether a backward is for a model's inputs alone, as that of an attack; it trains nothing."""
+    tensors = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
+    return bool(tensors) and not any(isinstance(tensor, torch.nn.Parameter) for tensor in tensors)

@@ -40,19 +40,8 @@ from samestep.train.model.batchnorm import Synced
 from samestep.train.passes import Pass, Share
 from samestep.train.step import Spine
 from samestep.verify.read import EPSILON, record_path
-from samestep.verify.record import wrap
+from samestep.verify.record import facts, wrap
 from samestep.verify.record.draws import Drawn
-from samestep.verify.record.facts import (
-    current_share,
-    digests_of,
-    first_tensor,
-    hyper_of,
-    is_in_training_loop,
-    is_ours,
-    is_parallel,
-    precision_of,
-    rows_of,
-)
 from samestep.verify.record.outputs import Outputs
 from samestep.verify.record.reads import Reads
 from samestep.verify.record.remove import Removed
@@ -123,7 +112,7 @@ class Recorder:
 
     def finish(self) -> None:
         self._facts |= {
-            "serial": not is_parallel(),
+            "serial": not facts.is_parallel(),
             "optimizers": len(self._taken),
             "told": self._reads.lines,
             "clock": self._reads.clock,
@@ -132,8 +121,8 @@ class Recorder:
             "own": sorted(self._own, reverse=True),
             "widths": self._widths,
             "drawn": self._drawn.draws,
-            "param": digests_of(self._named(nn.Module.named_parameters)),
-            "buffer": digests_of(self._named(nn.Module.named_buffers)),
+            "param": facts.digests_of(self._named(nn.Module.named_parameters)),
+            "buffer": facts.digests_of(self._named(nn.Module.named_buffers)),
         }
         self._write({"facts": self._facts})
         self._file.close()
@@ -159,7 +148,7 @@ class Recorder:
         return status
 
     def _where(self) -> tuple[int, bool]:
-        return sum(self._taken.values()), is_in_training_loop() and not self._evaluated
+        return sum(self._taken.values()), facts.is_in_training_loop() and not self._evaluated
 
     def _trained(self) -> set[int]:
         kinds = (nn.Module.named_parameters, nn.Module.named_buffers)
@@ -169,7 +158,7 @@ class Recorder:
         self._depth += 1
         if self._depth > 1 or self._in_backward or (first := next(module.parameters(), None)) is None:
             return
-        if precision := precision_of(first.device):
+        if precision := facts.precision_of(first.device):
             self._facts["precision"] = precision
         # tensors have no values under torch.func and in tracers
         has_values = not is_functional() and torch._C._get_tracing_state() is None
@@ -180,7 +169,7 @@ class Recorder:
             return
         parts = [part for part in module.modules() if part.training]
         if torch.is_grad_enabled():
-            self._forwards.append({"training": module.training, "rows": rows_of(args)})
+            self._forwards.append({"training": module.training, "rows": facts.rows_of(args)})
             self._own |= {own for own in map(_own_of_each_rank, parts) if own}
         elif any(isinstance(part, _BatchNorm) and part.momentum is not None for part in parts):
             self._facts["careless_last"] = users_line()
@@ -188,7 +177,7 @@ class Recorder:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if not self._depth and self._forwards and "out" not in self._forwards[-1]:
-            self._forwards[-1]["out"] = rows_of(output)
+            self._forwards[-1]["out"] = facts.rows_of(output)
 
     @torch.no_grad()
     def _change_last_bits(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -215,7 +204,7 @@ class Recorder:
             gradient.add_(rounding.reshape(gradient.shape).to(gradient))
 
     def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if self._in_backward:
+        if self._in_backward or facts.is_of_inputs(kwargs.get("inputs")):
             original(tensors, *args, **kwargs)
             return
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -233,7 +222,7 @@ class Recorder:
 
     def _record_loss(self, losses: list[torch.Tensor], gradients: Sequence[Any] | None) -> float:
         """Note the losses of a backward call; returns the factor by which to multiply them."""
-        share, reduction = current_share(), reduction_of(losses[-1])
+        share, reduction = facts.current_share(), reduction_of(losses[-1])
         count = reduction.get("count") if "counts" in self._removed else None
         weight = count / totals.sum(float(count)) if count else 1.0
         part = {
@@ -255,7 +244,7 @@ class Recorder:
         return original(*args, **kwargs)
 
     def _iterate(self, original: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
-        if is_ours(loader):
+        if facts.is_ours(loader):
             return original(loader)
         if torch.is_grad_enabled():
             sampler_or_batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -305,8 +294,8 @@ class Recorder:
         self._evaluated = False
         if "careless_last" in self._facts:
             self._facts["careless"] = self._facts.pop("careless_last")
-        self._given = rows_of(batch)
-        if (tensor := first_tensor(batch)) is not None:
+        self._given = facts.rows_of(batch)
+        if (tensor := facts.first_tensor(batch)) is not None:
             self._widths.append(tensor.shape[1:])
         self._turn += 1
 
@@ -334,7 +323,7 @@ class Recorder:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._taken.setdefault(optimizer, 0)
-        if not (self._untouched or is_parallel()):
+        if not (self._untouched or facts.is_parallel()):
             raise SystemExit(0)
         number = [*self._taken].index(optimizer)
         self._removed.before_step(optimizer)
@@ -344,10 +333,10 @@ class Recorder:
         named = [(names[id(tensor)], tensor) for tensor in stepped]
         step = {
             "parts": self._parts,
-            "hyper": [hyper_of(group) | self._clips for group in optimizer.param_groups],
-            "grad": digests_of((name, tensor.grad) for name, tensor in named),
-            "param": digests_of(named),
-            "buffer": digests_of(self._named(nn.Module.named_buffers)),
+            "hyper": [facts.hyper_of(group) | self._clips for group in optimizer.param_groups],
+            "grad": facts.digests_of((name, tensor.grad) for name, tensor in named),
+            "param": facts.digests_of(named),
+            "buffer": facts.digests_of(self._named(nn.Module.named_buffers)),
         }
         self._write(step)
         self._parts, self._clips = [], {}
