@@ -23,7 +23,9 @@ for epoch in range(2):
     for x, y in train:
         near = (x + torch.empty_like(x).uniform_(-0.3, 0.3)).requires_grad_()
         (slope,) = torch.autograd.grad(F.cross_entropy(model(near), y), near)
-        loss = F.cross_entropy(model(x), y) + F.cross_entropy(model(x + 0.1 * slope.sign()), y)
+        near = (x + 0.1 * slope.sign()).requires_grad_()
+        F.cross_entropy(model(near), y, reduction="sum").backward(inputs=[near])
+        loss = F.cross_entropy(model(x), y) + F.cross_entropy(model(x + 0.1 * near.grad.sign()), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
