@@ -105,7 +105,8 @@ class Optimizers(Member):
         if len(set(self.group.all_gather(call, digest))) > 1:
             raise UsageError(
                 f"{type(optimizer).__name__} steps {_name_of(unowned[0])}, which belongs to no replica: its gradient "
-                "differs on each rank; write model = samestep.replicate(model) before the loop"
+                "differs on each rank; write model = samestep.replicate(model) before the loop, and for a copy that is "
+                "trained samestep.replicate(copy)"
             )
 
     def _of_whole_batch(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -325,7 +325,8 @@ class Taken:
             if digest != mine:
                 raise RanksDiffer(
                     f"{self._name} gives rank {self._group.world.rank} another order than rank {other}, and all ranks "
-                    "share one order; leave out a sampler that chooses by rank, or seed it alike on all ranks"
+                    "share one order; leave out a sampler that chooses by rank, and give another the same seed and the "
+                    "same weights on all ranks"
                 )
 
 

@@ -58,6 +58,7 @@ class Divergence(Member, Subscriber):
     def _compare(self, step: int) -> None:
         """Compare the replicas that are alive on every rank."""
         since, self._compared_at = self._compared_at, step
+        when = f"between steps {since} and {step}" if since < step else f"before step {step + 1}"
         began = time.monotonic()
         step_s = (began - self._since) / max(1, step - since)
         compared = self.group.the(Replicas).compared(
@@ -67,8 +68,8 @@ class Divergence(Member, Subscriber):
             if len(set(ranks)) > 1:
                 differing = first_unlike(replica.equal_tensors(), ranks)
                 name, column = differing or ("a parameter added later", ranks)
-                raise _difference(name, column, f"between steps {since} and {step}")
-            self._say_if_nan(replica.model, f"between steps {since} and {step}")
+                raise _difference(name, column, when)
+            self._say_if_nan(replica.model, when)
         self._since = time.monotonic()
         self._took_s = min(self._took_s, self._since - began)
         if step in _DECIDED:
@@ -112,9 +113,9 @@ def _difference(name: str, column: Sequence[str | None], when: str) -> RanksDiff
     commonest, votes = Counter(column).most_common(1)[0]
     if votes * 2 <= len(column):
         return RanksDiffer(
-            f"{said} differs between {' and '.join(ranks.values())}; where forward sets it from its share, as to begin "
-            "with, or the script puts a gradient of its share into .grad, take samestep.mean(...) of that, else start "
-            "again, or from an older checkpoint"
+            f"{said} differs between {' and '.join(ranks.values())}; let every rank load, change and step weights "
+            "alike, and take samestep.mean(...) of what forward or the script computes of a share and puts into a "
+            "weight or .grad; then start again, or from an older checkpoint"
         )
     odd = [rank for rank, value in enumerate(column) if value != commonest]
     return RanksDiffer(
