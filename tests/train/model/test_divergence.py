@@ -52,7 +52,7 @@ def test_a_flipped_bit_is_found_within_k_steps_and_named(world):
                 others = ", ".join(str(rank) for rank in range(3) if rank != odd)
                 assert f"of rank {odd} is not what ranks {others} have" in str(caught.value)
             else:
-                assert "differs between rank 0 and rank 1; where forward sets it" in str(caught.value)
+                assert "differs between rank 0 and rank 1; let every rank load" in str(caught.value)
             # a replica that lives on in a traceback would be compared in the next trial too
             del caught
             gc.collect()
