@@ -138,6 +138,18 @@ def test_random_numbers_that_a_method_draws_for_a_sample_are_noted():
     views += "    def __getitem__(self, i):\n        return self.view(data[i])\n"
     (note,) = _of(f"{BEGIN}{views}for x, y in train:\n{STEP}").notes
     assert note.startswith("train.py:13: what a sample draws at random is seeded by sample")
+    by_sample = views.replace(
+        "self.view(data[i])", "torch.randn(4, generator=torch.Generator().manual_seed(i))"
+    )
+    assert not _of(f"{BEGIN}{by_sample}{LOOP}").notes
+
+
+@pytest.mark.parametrize("collate", ["lambda batch: nn.utils.rnn.pad_sequence(batch)", "Padded()", "stacked"])
+def test_a_collate_fn_that_pads_is_noted_as_it_sees_a_share_by_default(collate):
+    made = "class Padded:\n    def __call__(self, batch):\n        return F.pad(batch, (0, max(map(len, batch))))\n"
+    made += "def stacked(batch):\n    return torch.stack(batch)\n"
+    script = BEGIN.replace("train =", f"{made}train =").replace("shuffle=True", f"collate_fn={collate}")
+    assert any("pads its share" in note for note in _of(f"{script}{LOOP}").notes) == (collate != "stacked")
 
 
 def test_each_model_of_a_list_is_replicated_in_the_loop_over_them():

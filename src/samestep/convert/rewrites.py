@@ -10,6 +10,11 @@ from samestep.convert.values import Kind, Value
 LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 # what collates the samples along the second dimension
 _TIME_FIRST = re.compile(r"pad_sequence\((?![^\n]*batch_first=True)|stack\([^\n]*, (dim=)?1\)")
+_PADS = re.compile(r"pad_sequence\(|\.pad\(|\bmax\(")
+_PADS_SHARE = (
+    "its batches are padded: without --same each process pads its share to its own longest sample, and the numbers "
+    "are the serial script's if the model and the loss mask the padding"
+)
 _OF_LOADER = ["dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"]
 _OF_LOADER += ["pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"]
 
@@ -40,8 +45,13 @@ class Rewrites(Totals):
         drops = getattr(by_name.get("drop_last"), "value", False) is True
         text = ast.unparse(size) if drops else str(self.key(node))
         collate = self.value(by_name.get("collate_fn"))
-        if collate.kind == "function" and _TIME_FIRST.search(ast.unparse(collate.of.node)):
+        if collate.kind == "instance":
+            collate = collate.of.of.find("__call__") or Value()
+        collated = ast.unparse(collate.of.node) if collate.kind == "function" else ""
+        if _TIME_FIRST.search(collated):
             self.time_first.add(text)
+        if _PADS.search(collated):
+            self.findings.note(source, node, _PADS_SHARE)
         return Value("loader", origin=origin, text=text)
 
     def saved(self, node: ast.Call) -> Value:
