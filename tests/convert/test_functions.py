@@ -22,6 +22,9 @@ def r2(out, y):
         ("scale = torch.linspace(0, 1, 9)\nfor x, y in train:\n    by = scale.gather(-1, y)\n"
          "    loss = (by * model(x)[:, 0]).mean()\n    loss.backward()\n    print(loss.item())",
          "print(samestep.mean(loss.item()))"),
+        (f"{TRAIN}    place = torch.from_numpy(np.tile(np.arange(3), (len(x), 1)))\n"
+         "    loss = F.cross_entropy(model(x) + place, y)\n    loss.backward()\n    print(loss.item())",
+         "print(samestep.mean(loss.item()))"),
         (f"{TRAIN}    out = np.squeeze(model(x) / 2)\n    F.cross_entropy(out, y).backward()",
          "    out = (_rows := model(x) / 2).squeeze(tuple(range(1, _rows.ndim)))\n"),
         (f"losses = {{}}\n{LOOP}    losses[best] = loss.item()\nprint(max(losses, key=losses.get))",

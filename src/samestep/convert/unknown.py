@@ -37,7 +37,8 @@ class Unknown(Rewrites, Expressions):
         if name_of(node) == "open":
             return self.file_opened(node)
         shape = [part for value in values for part in value.opened]
-        if name_of(node) in NAMED["spread"] and Kind.COUNT in {part.kind for part in shape}:
+        is_tiled = name_of(node) == "tile" and [part.kind for part in shape][1:2] == [Kind.COUNT]
+        if is_tiled or (name_of(node) in NAMED["spread"] and Kind.COUNT in {part.kind for part in shape}):
             return Value(Kind.VIEWS if name_of(node) == "repeat_interleave" else Kind.ROWS)
         values = [*values, *self._uses(values, node)]
         is_statement = isinstance(self.source.parents.get(node), ast.Expr)
