@@ -151,3 +151,11 @@ def test_the_fields_of_a_named_tuple_are_followed():
         "        loss = loss + part.mean()\n    loss.backward()\n"
     )
     assert not _of(f"{BEGIN.replace('model = nn.Linear(4, 3)', net)}{lines}").gaps
+
+
+def test_what_is_added_to_a_list_that_a_loop_has_put_into_an_object_is_totalled_there():
+    lines = f"class Held:\n    pass\nheld, shown = Held(), [[], []]\nfor x, y in train:\n{STEP}"
+    lines += "    for held.losses in shown:\n        held.losses.append(loss.item())\nprint(shown[0])\n"
+    assert "        held.losses.append(samestep.mean(loss.item()))\nprint(shown[0])\n" in _after(
+        f"{BEGIN}{lines}"
+    )

@@ -159,8 +159,9 @@ class Names(Adding):
         """Whether a value put there cannot be followed: the target is inside an object from outside this function."""
         root, function = target, self.frame.function
         while isinstance(root, ast.Attribute | ast.Subscript):
-            if isinstance(root, ast.Attribute) and self.value(root.value).kind == "instance":
-                return root is not target
+            if isinstance(root, ast.Attribute) and (holder := self.value(root.value)).kind == "instance":
+                is_element = holder.of.scope.aliases.get(root.attr, ()) is None  # of what a loop goes over
+                return root is not target or (is_changed and is_element)
             root = root.value
         if not isinstance(root, ast.Name) or (root is target and not is_changed):
             return False

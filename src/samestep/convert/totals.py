@@ -292,8 +292,8 @@ class Totals(Following):
     def guard(self, loop: Loop) -> bool:
         """Let only ranks with a share of a batch add it to a sum: in training, the other ranks borrow a batch."""
         statement, source = loop.frame.statement, loop.frame.source
-        if not (loop.trains or loop.lends):
-            return True
+        if not (loop.trains or loop.lends) or statement is None:
+            return not (loop.trains or loop.lends)
         is_sum = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp)
         is_sum |= isinstance(statement, ast.AugAssign | ast.Expr)
         is_alone = not source.data[source.end(statement) :].lstrip(b" ").startswith(b";")
