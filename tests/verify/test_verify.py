@@ -139,23 +139,6 @@ def test_the_scale_of_a_grad_scaler_is_no_part_of_the_loss() -> None:
     assert _value(_scaled(torch.amp.GradScaler.scale, scaler, loss), None) == 2.0
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "differs"),
-    [
-        ("accuracy 97.22%", "accuracy 32.50%", True),
-        ("epoch 3, loss 0.1234", "epoch 3, loss 0.1235", False),
-        ("loss 1.2e-3", "loss 4.1e-4", True),
-        ("took 12.31 s, 4000 images/s", "took 7.22 s, 9000 images/s", False),
-        ("correct 350", "correct 175", True),
-    ],
-)
-def test_a_printed_number_is_compared_to_its_last_digit_and_durations_are_not(
-    first: str, second: str, differs: bool
-) -> None:
-    lines = [Line("prints", text, "train.py:1", inside=False) for text in (first, second)]
-    assert _Near().unlike("", *lines) == differs
-
-
 def test_a_median_that_noise_left_alone_by_chance_may_differ_as_much_as_the_numbers_beside_it() -> None:
     def printed(text: str) -> Run:
         return replace(_trained([0.0]), printed=[{"": [Line("prints", text, "train.py:1", inside=False)]}])

@@ -15,7 +15,8 @@ from samestep.verify.experiments import Experiments, Removed
 from samestep.verify.read import NUMBER, Line, Run
 from samestep.verify.trajectory import follow
 
-_MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b")
+_MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b|m\s*\d+(?:\.\d+)?s\b|h\d+m")
+_NAME = re.compile(r"\s+(?:min|h|s)\s*[:=]?\s*(?=[-+]?\d|nan|inf)|\s+min\s+(?=[^\W\d])")  # of the next number
 _NO_VALUE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)|\S+\.py:\d+")  # a shape, the place of a warning
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
 _CLOSE = 1e-5  # the relative distance that is always allowed
@@ -32,8 +33,9 @@ _NOISE = (
 _CHOICE = "the choice depends on one rank's share; decide by samestep.sum(correct) or samestep.mean(loss)"
 _TOTAL = (
     "a number over all ranks that is not the serial script's: it counts samples unequally (take samestep.mean(loss) "
-    "inside the loop, for its batch; divide samestep.sum(total) by samestep.sum(count)) or takes them in another order "
-    "(samestep.gather has the order of the samples)"
+    "inside the loop, for its batch; divide samestep.sum(total) by samestep.sum(count)), takes them in another order "
+    "(samestep.gather has the order of the samples), or is computed from a share's samples together, as a threshold, "
+    "neighbours or batch statistics are (gather outputs and targets first)"
 )
 
 
@@ -192,10 +194,21 @@ def _numbers(line: Line, other: Line) -> Iterator[tuple[int, str, str]]:
     """The numbers of both lines by their place, without shapes, lines of code, durations, rates and sizes of memory."""
     counted = []
     for text in (_NO_VALUE.sub("", line.text), _NO_VALUE.sub("", other.text)):
-        matches = NUMBER.finditer(text)
-        counted.append([match[0] for match in matches if not _MEASURED.match(text, match.end())])
+        measured = _measured(text)
+        counted.append([match[0] for match in NUMBER.finditer(text) if match.start() not in measured])
     for at, (a, b) in enumerate(zip(*counted, strict=False)):
         yield at, a, b
+
+
+def _measured(text: str) -> set[int]:
+    """Where durations, rates and sizes of memory begin. "max 3 min 1 s 2" has none: `min` names the number behind it;
+    in "3 min 12 s" it is a unit, as that number has one."""
+    measured = set[int]()
+    for match in reversed([*NUMBER.finditer(text)]):
+        name = _NAME.match(text, match.end())
+        if _MEASURED.match(text, match.end()) and (not name or name.end() in measured):
+            measured.add(match.start())
+    return measured
 
 
 def _differ_at_last(line: Line, other: Line) -> bool:
