@@ -22,6 +22,8 @@ SAMPLE = [
     "sum_and_centered",
     "three_mistakes",
     "unseeded_split",
+    "words_of_process",
+    "words_of_share",
 ]
 NAMES = sorted(path.stem for path in corpus.HOME.glob("*.py")) if LONG else SAMPLE
 

@@ -1,9 +1,13 @@
-"""Which printed lines count as different."""
+"""Which printed lines count as different, and which lines of two runs are compared."""
+
+import math
+from pathlib import Path
 
 import pytest
 
-from samestep.verify.printed import _Near
-from samestep.verify.read import Line
+from samestep.verify.lines import Line
+from samestep.verify.printed import _Near, _pairs
+from samestep.verify.read import Run
 
 
 @pytest.mark.parametrize(
@@ -32,4 +36,72 @@ def test_a_printed_number_is_compared_to_its_last_digit_and_durations_are_not(
     first: str, second: str, differs: bool
 ) -> None:
     lines = [Line("prints", text, "train.py:1", inside=False) for text in (first, second)]
-    assert _Near().unlike("", *lines) == differs
+    assert _Near().unlike(*lines) == differs
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differs"),
+    [
+        ("the samples are positive", "the samples are negative", True),
+        ("loss 0.5", "loss nan", True),
+        ("better: True", "better: False", True),
+        ("predicted [0, 1, 1]", "predicted [0, 1]", True),
+        ("worst nothing", "nothing", True),
+        ("[1. 2.] and  3", "[0.99999999 2.] and 3.", False),
+        ("[ 9, 1.e-07]", "[9, 1.00000001e-07]", False),
+        ("took 59 s at 950 KB", "took 1 min 2 s at 1.2 MiB", False),
+        ("torch.Size([8, 3])", "torch.Size([4, 3])", False),
+    ],
+)
+def test_printed_words_are_compared_but_for_shapes_and_durations(
+    first: str, second: str, differs: bool
+) -> None:
+    lines = [Line("prints", text, "train.py:1", inside=False) for text in (first, second)]
+    assert _Near().unlike(*lines) == differs
+
+
+def _printed(*texts: str, at: str = "train.py:1", is_serial: bool = False) -> Run:
+    printed: dict[str, list[Line]] = {}
+    for text in texts:
+        line = Line("prints", text, at, inside=False)
+        printed.setdefault(line.place, []).append(line)
+    return Run(1, 0, [[]], [{"serial": is_serial}], Path(), [printed])
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "paired"),
+    [
+        (["0: ant", "1: ant", "2: bee"], ["0: cow", "1: ant", "2: ant"], [(0, 0), (1, 1), (2, 2)]),
+        (["begins", "loss 1", "loss 2"], ["2 ranks", "begins", "loss 1", "loss 2"], [(0, 1), (1, 2), (2, 3)]),
+        (["loss 1", "best", "loss 2", "best"], ["loss 1", "loss 2"], [(0, 0), (2, 1), (1, None)]),
+        (["loss 1", "ends"], [], [(0, None)]),
+    ],
+)
+def test_lines_of_the_same_place_are_paired_in_their_order_and_one_that_is_missing_with_nothing(
+    first: list[str], other: list[str], paired: list[tuple[int, int | None]]
+) -> None:
+    expected = [(first[a], "nothing" if b is None else other[b]) for a, b in paired]
+    found = [(line.text, now.text) for _, line, now in _pairs(_printed(*first), _printed(*other))]
+    assert [pair for pair in found if pair[0] != "nothing"] == expected
+
+
+def test_lines_of_an_untouched_script_are_paired_with_those_of_other_places() -> None:
+    first, other = _printed("best: ant", is_serial=True), _printed("best: bee", at="other.py:7")
+    assert [(line.text, now.text) for _, line, now in _pairs(first, other)] == [("best: ant", "best: bee")]
+
+
+def test_words_that_differ_between_two_equal_runs_are_not_compared_and_those_beside_them_are() -> None:
+    near = _Near()
+    near.learn(_printed("run red-fox: worst ant"), _printed("run sly-cat: worst ant"), math.inf)
+    ((_, line, now),) = _pairs(_printed("run red-fox: worst ant"), _printed("run old-owl: worst ant"))
+    assert not near.unlike(line, now)
+    ((_, line, now),) = _pairs(_printed("run red-fox: worst ant"), _printed("run old-owl: worst bee"))
+    assert near.unlike(line, now)
+    near.learn(_printed("run red-fox: worst ant"), _printed("run"), math.inf)
+    assert not near.unlike(line, now)
+
+
+@pytest.mark.parametrize(("second", "is_reordered"), [("{'b', 'a'}", True), ("{'b', 'c'}", False)])
+def test_the_same_words_in_another_order_may_be_those_of_a_set(second: str, is_reordered: bool) -> None:
+    pairs = [*_pairs(_printed("{'a', 'b'}"), _printed(second))]
+    assert _Near().has_another_order(pairs) == is_reordered

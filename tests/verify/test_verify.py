@@ -20,8 +20,9 @@ from samestep.cli.verify import _document, command
 from samestep.train.digest import digests
 from samestep.train.loss import reduction_of
 from samestep.verify.causes import stated
+from samestep.verify.lines import Line
 from samestep.verify.printed import _Near
-from samestep.verify.read import Digest, Line, Run, Step
+from samestep.verify.read import Digest, Run, Step
 from samestep.verify.record import wrap
 from samestep.verify.record.recorder import Recorder, _scaled, _value
 from samestep.verify.trajectory import Compared, Difference, first_fact, follow
@@ -147,12 +148,12 @@ def test_a_median_that_noise_left_alone_by_chance_may_differ_as_much_as_the_numb
     (median,) = printed("dice 0.81125 median 0.85769").printed[0][""]
     (other,) = printed("dice 0.81125 median 0.91").printed[0][""]
     (line,) = first.printed[0][""]
-    assert near.unlike("", line, median)
+    assert near.unlike(line, median)
     near.learn(first, printed("dice 0.80918 median 0.85567"), 10.0, 3.0)
-    assert not near.unlike("", line, median)
-    assert near.unlike("", line, other)
+    assert not near.unlike(line, median)
+    assert near.unlike(line, other)
     near.learn(first, printed("dice 0.1 median 0.85567"), 10.0, 3.0)
-    assert near.unlike("", line, other)  # a line that is all noise does not excuse everything in it
+    assert near.unlike(line, other)  # a line that is all noise does not excuse everything in it
 
 
 def _trained(distances: list[float], rate: float = 0.1) -> Run:

@@ -1,24 +1,23 @@
-"""Finds numbers that a script prints or saves for one rank's share instead of for all ranks, by experiments.
+"""Finds what a script prints or saves for one rank's share instead of for all ranks, by experiments.
 
-A number belongs to one rank if the ranks print different numbers, or if it differs from the number at one process but
+A number or a word belongs to one rank if the ranks print different ones, or if it differs from that at one process but
 is the same again when every rank gets whole batches. Inside a training loop it is a progress line: only a remark.
 """
 
 import math
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from itertools import zip_longest
 
 from samestep.verify.experiments import Experiments, Removed
-from samestep.verify.read import NUMBER, Line, Run
+from samestep.verify.lines import COUNT, Line, numbers_of, pairs, words_apart
+from samestep.verify.read import Run
 from samestep.verify.trajectory import follow
 
-_MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b|m\s*\d+(?:\.\d+)?s\b|h\d+m")
-_NAME = re.compile(r"\s+(?:min|h|s)\s*[:=]?\s*(?=[-+]?\d|nan|inf)|\s+min\s+(?=[^\W\d])")  # of the next number
-_NO_VALUE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)|\S+\.py:\d+")  # a shape, the place of a warning
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
+_CALM = 1e-3  # the largest distance in the training at which rounding chooses no other words
 _CLOSE = 1e-5  # the relative distance that is always allowed
 _LARGEST_TIMES = 20.0  # times the largest distance in the training
 _TIMES_NOISE = 10.0  # times the distance of a run with other last bits
@@ -32,7 +31,7 @@ _NOISE = (
 )
 _CHOICE = "the choice depends on one rank's share; decide by samestep.sum(correct) or samestep.mean(loss)"
 _TOTAL = (
-    "a number over all ranks that is not the serial script's: it counts samples unequally (take samestep.mean(loss) "
+    "a value over all ranks that is not the serial script's: it counts samples unequally (take samestep.mean(loss) "
     "inside the loop, for its batch; divide samestep.sum(total) by samestep.sum(count)), takes them in another order "
     "(samestep.gather has the order of the samples), or is computed from a share's samples together, as a threshold, "
     "neighbours or batch statistics are (gather outputs and targets first)"
@@ -41,7 +40,7 @@ _TOTAL = (
 
 @dataclass(frozen=True)
 class Printed:
-    """A printed line with a number that belongs to one rank."""
+    """A printed line with a number or a word that belongs to one rank."""
 
     line: str
     verb: str
@@ -76,144 +75,167 @@ def compare_printed(
     is_same = rest == removed and compared.difference is None
     near = _Near()
     # a number of a share may differ by no more than its last digit, and by more where there is another share
-    is_close = is_same and any(_differ_at_last(*pair[2:]) for pair in _pairs(first, other))
+    is_close = is_same and any(_differ_at_last(line, now) for _, line, now in _pairs(first, other))
     further = [*_pairs(first, experiments.run(size + 1, rest))] if is_close else []
 
-    def pairs() -> list[tuple[str, int, Line, Line]]:
+    def unlike() -> list[tuple[int | str, Line, Line]]:
         near.exact = set()
-        near.exact = {kind for kind, _, line, now in further if near.unlike(kind, line, now)}
-        return [pair for pair in _pairs(first, other) if not is_same or near.unlike(pair[0], *pair[2:])]
+        near.exact = {line.kind for _, line, now in further if near.has_other_numbers(line, now)}
+        return [pair for pair in _pairs(first, other) if not is_same or near.unlike(*pair[1:])]
 
-    if not pairs():
+    if not unlike():
         return [], None
     near.learn(first, experiments.reference(rest, "again"), math.inf)
     noisy = []
     if is_same:
         nudged = experiments.reference(rest, "nudged")
-        near.allow(_LARGEST_TIMES * follow(first, other, nudged).largest)
-        noisy = pairs()
+        near.allow(follow(first, other, nudged).largest)
+        noisy = [pair for pair in unlike() if near.has_other_numbers(*pair[1:])]
         near.learn(first, nudged, _TIMES_NOISE, _TIMES_LINE)
-    noisy = [pair for pair in noisy if not near.unlike(pair[0], *pair[2:])]
-    note = _NOISE.format(noisy[0][3].at, first.at) if noisy else None
-    if not pairs():
+    noisy = [pair for pair in noisy if not near.unlike(*pair[1:])]
+    note = _NOISE.format(noisy[0][2].at, first.at) if noisy else None
+    found = unlike()
+    if not found:
         return [], note
-    if first.fact("clock") and "clock" not in rest:  # durations are not numbers of the training
-        return compare_printed(experiments, (*removed, "clock"), size)
+    # durations are not numbers of the training, nor is the order of a set
+    for name, is_suspect in ("clock", bool(first.fact("clock"))), ("hashes", near.has_another_order(found)):
+        if is_suspect and name not in rest:
+            return compare_printed(experiments, (*removed, name), size)
     ways = (["world=*"], ["shares"], ["world=*", "shares"])
     alone, *shared = (experiments.run(size, (*rest, *way)) for way in ways)
+    own = _differing_between_ranks(first, alone, near)
+    have_alone, *have_shared = (_having(first, run, near) for run in (alone, *shared))
     by_kind: dict[str, Printed] = {}
-    for kind, at, line, now in pairs():
-        is_own = _differs_between_ranks(kind, first, alone, near)
-        is_of_share = is_same and not _has(alone, kind, at, line, near)
-        is_right_with_shares = is_of_share and any(_has(run, kind, at, line, near) for run in shared)
-        if (is_own or is_right_with_shares) and not _names_its_rank(kind, other):
+    for key, line, now in found:
+        is_own = line.kind in own
+        is_of_share = is_same and not have_alone(key, line)
+        is_decided = near.is_calm or near.has_other_numbers(line, now)  # rounding may choose other words
+        is_right_with_shares = is_of_share and is_decided and any(have(key, line) for have in have_shared)
+        if (is_own or is_right_with_shares) and not _names_its_rank(now, other):
             is_remark = now.inside and now.verb != "saves"
-            is_on_rank_0 = not any(kind in lines for lines in other.printed[1:])
+            mine, *theirs = (len(lines.get(now.place, ())) for lines in other.printed)
             texts = now.text.strip(), line.text.strip()
-            shown = Printed(now.at, now.verb, *texts, is_remark, not is_own, is_on_rank_0)
-            by_kind.setdefault(kind, shown)
-    by_line: dict[tuple[str, bool], list[Printed]] = {}
-    for printed in by_kind.values():
-        by_line.setdefault((printed.line, printed.is_remark), []).append(printed)
-    return [replace(printed, more=len(more)) for printed, *more in by_line.values()], note
+            shown = Printed(now.at, now.verb, *texts, is_remark, not is_own, max(theirs, default=0) < mine)
+            by_kind.setdefault(line.kind, shown)
+    return _by_line(by_kind.values()), note
+
+
+def _by_line(found: Iterable[Printed]) -> list[Printed]:
+    by_line = defaultdict[tuple[str, bool], list[Printed]](list)
+    for printed in found:
+        by_line[printed.line, printed.is_remark].append(printed)
+    return [replace(printed, more=len(more)) for printed, *more in by_line.values()]
 
 
 class _Near:
-    """The allowed distances between numbers in lines of each kind."""
+    """The allowed distances between numbers in lines of each kind, and the words that may be others."""
 
     def __init__(self) -> None:
         self._near = _CLOSE  # relative to the number; learned distances are added
         self.exact = set[str]()  # kinds of lines whose last digits may not differ
+        self.is_calm = True  # whether rounding is too small to choose other words
         self._apart: dict[tuple[str, int], float] = {}
         self._of_lines: dict[str, float] = {}
+        self._words = defaultdict[tuple[str, str], set[int]](set)
 
-    def allow(self, near: float) -> None:
-        """Allow this distance relative to each number, if it is more than is allowed already."""
-        self._near = max(self._near, near)
+    def allow(self, largest: float) -> None:
+        """Allow as much, relative to each number, as this largest distance in the training may make."""
+        self._near = max(self._near, _LARGEST_TIMES * largest)
+        self.is_calm = largest <= _CALM
 
     def learn(self, first: Run, other: Run, times: float, times_line: float = 0.0) -> None:
         """Allow `times` the distances between two runs that train the same, and `times_line` the largest relative
         distance in a line: a median or a count is the same by chance where the numbers beside it are noise."""
-        for kind, _, line, now in _pairs(first, other):
-            for at, a, b in _numbers(line, now):
+        for _, line, now in _pairs(first, other):
+            self._words[line.verb, line.at] |= words_apart(line, now)
+            for at, a, b in numbers_of(line, now):
                 if a != b:
                     apart = abs(float(a) - float(b))
                     part = min(_MOST_OF_LINE, times_line * apart / max(abs(float(a)), abs(float(b))))
-                    self._apart[kind, at] = max(times * apart, self._apart.get((kind, at), 0.0))
-                    self._of_lines[kind] = max(part, self._of_lines.get(kind, 0.0))
+                    self._apart[line.kind, at] = max(times * apart, self._apart.get((line.kind, at), 0.0))
+                    self._of_lines[line.kind] = max(part, self._of_lines.get(line.kind, 0.0))
 
-    def unlike(self, kind: str, line: Line, other: Line, near: float | None = None) -> bool:
-        """Whether a number differs by more than is allowed."""
+    def unlike(self, line: Line, other: Line, near: float | None = None, of: Line | None = None) -> bool:
+        """Whether a word differs, or a number by more than is allowed in lines as `of`, the first run's."""
+        return self._has_other_words(line, other, of or line) or self.has_other_numbers(line, other, near, of)
+
+    def has_other_numbers(
+        self, line: Line, other: Line, near: float | None = None, of: Line | None = None
+    ) -> bool:
+        kind = (of or line).kind
         part = max(self._near, self._of_lines.get(kind, 0.0)) if near is None else near
         return any(
             abs(float(a) - float(b))
             > _tolerance(a, b, part, kind in self.exact) + self._apart.get((kind, at), 0.0)
-            for at, a, b in _numbers(line, other)
+            for at, a, b in numbers_of(line, other)
         )
 
+    def _has_other_words(self, line: Line, other: Line, of: Line) -> bool:
+        apart, noise = words_apart(line, other), self._words[of.verb, of.at]
+        return bool(apart and not noise) if COUNT in apart | noise else not apart <= noise
 
-def _pairs(first: Run, other: Run) -> Iterator[tuple[str, int, Line, Line]]:
-    """Pairs of lines of both runs, by kind and index within the kind; for saved files also lines of only one run."""
-    for kind, lines in first.printed[0].items():
-        for at, (line, now) in enumerate(zip_longest(lines, other.printed[0].get(kind, []))):
-            if line and now:
-                yield kind, at, line, now
-            elif kind.startswith("saves"):
-                nothing = replace(line or now, text="nothing", inside=False)
-                yield kind, at, line or nothing, now or nothing
-                break
+    def has_another_order(self, unlike: Iterable[tuple[int | str, Line, Line]]) -> bool:
+        """Whether a line of the script prints the same words in another order, as those of a set."""
+        texts = defaultdict[str, tuple[list[str], list[str]]](lambda: ([], []))
+        for _, line, now in unlike:
+            if self._has_other_words(line, now, line):
+                for text, words in zip(texts[line.at], (line.words, now.words), strict=True):
+                    text += sorted("".join(words))
+        return any(sorted(mine) == sorted(theirs) for mine, theirs in texts.values())
 
 
-def _names_its_rank(kind: str, run: Run) -> bool:
-    """Whether all lines of a kind contain their rank at the same position, also in a name such as `rank0.pt`."""
-    form, places = _DIGITS.sub("#", kind), list[set[int]]()
-    for rank, kinds in enumerate(run.printed):
-        lines = [line for other in kinds if _DIGITS.sub("#", other) == form for line in kinds[other]]
-        numbers = [_DIGITS.findall(line.text) for line in lines] or [[]]
+def _pairs(first: Run, other: Run, rank: int = 0) -> Iterator[tuple[int | str, Line, Line]]:
+    """Pairs of lines of rank 0 of the first run and a rank of the other run."""
+    return pairs(first.printed[0], other.printed[rank], first.is_untouched == other.is_untouched)
+
+
+def _names_its_rank(now: Line, run: Run) -> bool:
+    """Whether all lines of this kind contain their rank at the same position, also in a name such as `rank0.pt`."""
+    form, lines = _form(now), [kinds.get(now.place, []) for kinds in run.printed]
+    is_even = len({*map(len, lines)}) == 1
+    at_form = [at for at, line in enumerate(lines[0]) if _form(line) == form]
+    places = list[set[int]]()
+    for rank, printed in enumerate(lines):
+        alike = (
+            [printed[at] for at in at_form] if is_even else [line for line in printed if _form(line) == form]
+        )
+        numbers = [_DIGITS.findall(line.text) for line in alike] or [[]]
         places += [{at for at, number in enumerate(found) if number == str(rank)} for found in numbers]
     return bool(set.intersection(*places))
 
 
-def _differs_between_ranks(kind: str, first: Run, alone: Run, near: _Near) -> bool:
-    """Whether the ranks, with equal weights, print different numbers."""
-    lines = (kinds.get(kind, []) for kinds in (first.printed[0], *alone.printed))
-    for line, mine, *others in zip(*lines, strict=False):
-        agree = not any(near.unlike(kind, mine, theirs, 0.0) for theirs in others)
-        if not agree and any(near.unlike(kind, line, theirs) for theirs in (mine, *others)):
-            return True
-    return False
+def _form(line: Line) -> str:
+    return _DIGITS.sub("#", line.kind)
 
 
-def _has(run: Run, kind: str, at: int, line: Line, near: _Near) -> bool:
-    """Whether this run prints the same line as the first run."""
-    lines = run.printed[0].get(kind, [])
-    return not run.code and len(lines) > at and not near.unlike(kind, line, lines[at])
+def _differing_between_ranks(first: Run, alone: Run, near: _Near) -> set[str]:
+    """The kinds of lines that ranks with equal weights print differently."""
+    own, of_rank_0 = set[str](), {key: now for key, _, now in _pairs(first, alone)}
+    for rank in range(1, alone.size):
+        for key, line, theirs in _pairs(first, alone, rank):
+            mine = of_rank_0.get(key, theirs)
+            if alone.code and (mine.is_missing or theirs.is_missing):  # it ended before this line
+                continue
+            is_first = not near.unlike(line, mine) and not near.unlike(line, theirs)
+            if not is_first and near.unlike(mine, theirs, 0.0, line):
+                own.add(line.kind)
+    return own
 
 
-def _numbers(line: Line, other: Line) -> Iterator[tuple[int, str, str]]:
-    """The numbers of both lines by their place, without shapes, lines of code, durations, rates and sizes of memory."""
-    counted = []
-    for text in (_NO_VALUE.sub("", line.text), _NO_VALUE.sub("", other.text)):
-        measured = _measured(text)
-        counted.append([match[0] for match in NUMBER.finditer(text) if match.start() not in measured])
-    for at, (a, b) in enumerate(zip(*counted, strict=False)):
-        yield at, a, b
+def _having(first: Run, run: Run, near: _Near) -> Callable[[int | str, Line], bool]:
+    """Whether a run prints this line as the first run, or as the first run does not print it."""
+    prints = {key: now for key, _, now in _pairs(first, run)}
 
+    def has(key: int | str, line: Line) -> bool:
+        same = not near.unlike(line, prints[key]) if key in prints else isinstance(key, str)
+        return same and not run.code
 
-def _measured(text: str) -> set[int]:
-    """Where durations, rates and sizes of memory begin. "max 3 min 1 s 2" has none: `min` names the number behind it;
-    in "3 min 12 s" it is a unit, as that number has one."""
-    measured = set[int]()
-    for match in reversed([*NUMBER.finditer(text)]):
-        name = _NAME.match(text, match.end())
-        if _MEASURED.match(text, match.end()) and (not name or name.end() in measured):
-            measured.add(match.start())
-    return measured
+    return has
 
 
 def _differ_at_last(line: Line, other: Line) -> bool:
     """Whether a number differs by its last digit alone."""
-    return any(0 < abs(float(a) - float(b)) <= _tolerance(a, b, 0.0) for _, a, b in _numbers(line, other))
+    return any(0 < abs(float(a) - float(b)) <= _tolerance(a, b, 0.0) for _, a, b in numbers_of(line, other))
 
 
 def _tolerance(a: str, b: str, near: float, is_exact: bool = False) -> float:

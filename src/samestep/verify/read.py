@@ -11,7 +11,6 @@ came after it), `told` (reads of the rank or size), `clock` (reads of the time o
 
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samestep.text import counted
+from samestep.verify.lines import Line
 
 if TYPE_CHECKING:
     from samestep.measure.trial import Result
@@ -31,7 +31,6 @@ EPSILON = {
     "bfloat16": 2.0**-7,
     "tf32": 2.0**-10,
 }
-NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _SAME_ROW = 1e-4
 _OF_BATCH = ("turn", "samples", "given")
 
@@ -72,16 +71,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line that a rank printed, wrote or saved, with its place, and whether it is inside a training loop."""
-
-    verb: str
-    text: str
-    at: str
-    inside: bool
-
-
-@dataclass(frozen=True)
 class Run:
     """A recorded run of a script on `size` processes."""
 
@@ -90,7 +79,7 @@ class Run:
     ranks: list[list[Step]]
     facts: list[dict[str, Any]]
     directory: Path
-    printed: list[dict[str, list[Line]]]  # by rank and kind; a kind ignores numbers and blanks
+    printed: list[dict[str, list[Line]]]  # by rank and place in the script
     failure: str = ""
     seconds: float = 0.0
 
@@ -206,9 +195,8 @@ def _read_rank(path: Path) -> tuple[list[Step], dict[str, Any], dict[str, list[L
             facts = _digested(row["facts"])
         elif "verb" in row:
             line = Line(**row)
-            if NUMBER.search(line.text):
-                kind = "".join(NUMBER.sub("#", f"{line.verb} {line.text}").split())
-                printed.setdefault(kind, []).append(line)
+            if line.text.strip():
+                printed.setdefault(line.place, []).append(line)
         else:
             steps.append(Step(**_digested(row) | {"parts": _of_training(row["parts"])}))
     return steps, facts, printed
