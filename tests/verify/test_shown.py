@@ -3,6 +3,7 @@
 import builtins
 import csv
 import io
+import pickle
 import random
 import re
 import signal
@@ -19,12 +20,11 @@ import torch
 from forked import Nest
 from verify.corpus import Forked
 
-import samestep
 from samestep.cli.verify import _show_table
 from samestep.verify.causes import suspects
 from samestep.verify.read import Run
 from samestep.verify.record.facts import numbers_in
-from samestep.verify.record.outputs import Outputs
+from samestep.verify.record.outputs import _SAVING, Outputs
 from samestep.verify.trajectory import Compared, Difference
 from samestep.verify.verify import Report, verify
 
@@ -118,15 +118,21 @@ def test_a_run_that_is_cut_says_that_what_it_prints_later_was_not_compared(steps
     assert str(report).endswith("after the last of these steps was not compared") == (steps == 2)
 
 
-def test_a_file_that_a_script_leaves_to_python_is_written_at_once_and_noted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for home, name in ((builtins, "open"), (io, "open"), (torch, "save"), (samestep, "save")):
+def _recorded(monkeypatch: pytest.MonkeyPatch, step: int) -> list[dict[str, Any]]:
+    """What is recorded of the outputs from here to the end of a test."""
+    for home, name in ((builtins, "open"), (io, "open"), *_SAVING):
         monkeypatch.setattr(home, name, getattr(home, name))  # to be put back
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO()))
     rows: list[dict[str, Any]] = []
-    Outputs(rows.append, lambda: (0, True), set).begin()
+    Outputs(rows.append, lambda: (step, True), set).begin()
+    return rows
+
+
+def test_a_file_that_a_script_leaves_to_python_is_written_at_once_and_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = _recorded(monkeypatch, 0)
     with pytest.warns(ResourceWarning):
         open("log.txt", "w").write("loss 0.5\nloss 0.25")  # noqa: SIM115
     assert Path("log.txt").read_bytes() == b"loss 0.5\nloss 0.25"
@@ -135,6 +141,33 @@ def test_a_file_that_a_script_leaves_to_python_is_written_at_once_and_noted(
         assert (file.name, file.mode) == ("log.txt", "a")
     assert Path("log.txt").read_bytes() == b"loss 0.5\nloss 0.251,2\r\n"
     assert [row["text"] for row in rows] == ["log.txt: loss 0.5", "log.txt: loss 0.25", "log.txt: 1,2\r"]
+
+
+def test_what_numpy_and_pickle_save_is_noted_as_what_torch_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = _recorded(monkeypatch, 7)
+    np.save("rows.npy", np.array([0.0, 2.0]))
+    np.save(file=Path("objects.npy"), arr=np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    np.savez("more.npz", np.array([3.0, 4.0]), right=np.array(5))
+    np.savez_compressed("small.npz", right=6)
+    with open("state.pkl", "wb") as file:
+        pickle.dump({"loss": 0.5, "names": ["ant"]}, file)
+        np.save(file, 7)
+    pickle.dump(8, io.BytesIO())
+    with pytest.raises(TypeError, match="dump"):
+        pickle.dump(9)
+    assert [row["text"] for row in rows if row["verb"] == "saves"] == [
+        f"{name} after step 7"
+        for name in ("rows.npy", "objects.npy", "more.npz", "small.npz", "state.pkl", "state.pkl")
+    ]
+    assert [row["text"] for row in rows if row["verb"] == "writes"] == [
+        "rows.npy: 2 numbers, norm 2, of its first half 0",
+        "more.npz: ['arr_0'] = 2 numbers, norm 5, of its first half 3",
+        "more.npz: ['right'] = 5",
+        "small.npz: ['right'] = 6",
+        "state.pkl: ['loss'] = 0.5",
+        "state.pkl: 7",
+    ]
+    assert np.load("rows.npy").tolist() == [0.0, 2.0]
 
 
 def test_a_saved_file_is_noted_by_its_numbers_without_what_is_compared_at_each_step() -> None:

@@ -4,13 +4,16 @@ import builtins
 import inspect
 import io
 import os
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 
 import samestep
@@ -22,6 +25,14 @@ _MOST_LINES = 10_000
 _MOST_LETTERS = 500
 _MOST_NUMBERS = 200  # of a saved file
 _OPEN = inspect.signature(open)
+_SAVING: Mapping[tuple[Any, str], Callable[..., tuple[Any, Any]]] = {  # the path and the state of a call
+    (torch, "save"): lambda obj, f, *_, **__: (f, obj),
+    (samestep, "save"): lambda path, state: (path, state),
+    (pickle, "dump"): lambda obj, file, *_, **__: (file, obj),
+    (np, "save"): lambda file, arr, *_, **__: (file, arr),
+    (np, "savez"): lambda file, *args, **named: (file, _named(args, named)),
+    (np, "savez_compressed"): lambda file, *args, **named: (file, _named(args, named)),
+}
 
 
 class Outputs:
@@ -43,8 +54,8 @@ class Outputs:
         self._listen(sys.stdout)
         self._listen(sys.stderr)
         wrap(builtins, "open", self._open, io)
-        wrap(torch, "save", partial(self._save, 1))
-        wrap(samestep, "save", partial(self._save, 0))
+        for (owner, name), read in _SAVING.items():
+            wrap(owner, name, partial(self._save, read))
 
     def _note(self, verb: str, text: str, at: str, *, inside: bool | None = None) -> None:
         self._count += 1
@@ -68,10 +79,18 @@ class Outputs:
 
         wrap(stream, "write", write)
 
-    def _save(self, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        path = args[place] if len(args) > place else kwargs.get("f", kwargs.get("path"))
-        state = args[1 - place] if len(args) > 1 - place else kwargs.get("obj", kwargs.get("state"))
-        if isinstance(path, str | os.PathLike) and not self._is_saving:
+    def _save(
+        self,
+        read: Callable[..., tuple[Any, Any]],
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        path, state = None, None
+        with suppress(TypeError):  # the original says which argument is wrong
+            path, state = read(*args, **kwargs)
+        path = getattr(path, "name", path)  # of an open file
+        if isinstance(path, str | os.PathLike) and not self._is_saving and users_line():
             name, line = Path(path).name, users_line()
             self._note("saves", f"{name} after step {self._where()[0]}", line)
             for text in islice(numbers_in(state, self._trained()), _MOST_NUMBERS):
@@ -81,6 +100,11 @@ class Outputs:
             return original(*args, **kwargs)
         finally:
             self._is_saving = before
+
+
+def _named(arrays: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays by the names that they have in a file of savez."""
+    return {f"arr_{at}": array for at, array in enumerate(arrays)} | dict(named)
 
 
 class _Lines:
