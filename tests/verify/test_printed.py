@@ -75,6 +75,7 @@ def _printed(*texts: str, at: str = "train.py:1", is_serial: bool = False) -> Ru
         (["begins", "loss 1", "loss 2"], ["2 ranks", "begins", "loss 1", "loss 2"], [(0, 1), (1, 2), (2, 3)]),
         (["loss 1", "best", "loss 2", "best"], ["loss 1", "loss 2"], [(0, 0), (2, 1), (1, None)]),
         (["loss 1", "ends"], [], [(0, None)]),
+        (["begins", "it is good"], ["2 ranks", "begins", "it is bad"], [(0, 1), (1, 2)]),
     ],
 )
 def test_lines_of_the_same_place_are_paired_in_their_order_and_one_that_is_missing_with_nothing(

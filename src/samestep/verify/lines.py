@@ -15,6 +15,7 @@ _NAME = re.compile(r"\s+(?:min|h|s)\s*[:=]?\s*(?=[-+]?\d|nan|inf)|\s+min\s+(?=[^
 _NO_VALUE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)|\S+\.py:\d+")  # a shape, the place of a warning
 _DIGITS = re.compile(r"\d+")
 _NOTHING = "nothing"  # stands for a line that a run does not print
+_FAR = 50  # how many lines further a line with other words is looked for
 COUNT = -1  # stands for the number of words
 
 Lines = Mapping[str, Sequence["Line"]]  # by place
@@ -106,7 +107,8 @@ def _by_order(mine: Sequence[Line], theirs: Sequence[Line]) -> Iterator[tuple[Li
 
 
 def _by_kind(mine: Sequence[Line], theirs: Sequence[Line]) -> Iterator[tuple[Line | None, Line | None]]:
-    """Pairs of equal kind, then those that are left: as many on both sides, or of one side alone."""
+    """Pairs of equal kind, then of those that are left: as many on both sides, or lines of one side alone, or pairs
+    that share half of their words."""
     waiting = defaultdict[str, list[Line]](list)
     for now in reversed(theirs):
         waiting[now.kind].append(now)
@@ -120,6 +122,17 @@ def _by_kind(mine: Sequence[Line], theirs: Sequence[Line]) -> Iterator[tuple[Lin
     further = [now for now in theirs if id(now) in others]
     if len(left) == len(further) or not left or not further:
         yield from _by_order(left, further)
+        return
+    start = 0
+    for line in left:
+        near = (at for at, now in enumerate(further[start : start + _FAR], start) if _resembles(line, now))
+        if (at := next(near, None)) is not None:
+            yield line, further[at]
+            start = at + 1
+
+
+def _resembles(line: Line, other: Line) -> bool:
+    return 2 * len({*line.words} & {*other.words}) >= len({*line.words} | {*other.words})
 
 
 def _measured(text: str) -> dict[int, int]:
