@@ -159,3 +159,55 @@ def test_what_is_added_to_a_list_that_a_loop_has_put_into_an_object_is_totalled_
     assert "        held.losses.append(samestep.mean(loss.item()))\nprint(shown[0])\n" in _after(
         f"{BEGIN}{lines}"
     )
+
+
+ENGINE = """\
+class Engine:
+    def __init__(self):
+        self.handlers, self.loss = [], 0.0
+    def on(self, handler):
+        self.handlers.append(handler)
+        return handler
+trainer = Engine()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "is_gap"), [("print(engine.loss)", True), ("return nn.Linear(4, 3)", False)]
+)
+def test_a_function_that_a_decorator_of_the_project_keeps_is_listed_if_it_shows_something(body, is_gap):
+    loop = f"for x, y in train:\n{STEP}    trainer.loss = loss.item()\n    for handler in trainer.handlers:\n"
+    script = f"{BEGIN}{ENGINE}@trainer.on\ndef show(engine):\n    {body}\n{loop}        handler(trainer)\n"
+    assert any("its decorator keeps it" in gap for gap in _of(script).gaps) == is_gap
+
+
+@pytest.mark.parametrize(
+    ("shown", "becomes"),
+    [
+        ("dataclasses.asdict(stats)", "stats.loss += samestep.mean(loss.item())"),
+        (
+            "dataclasses.replace(stats, n=20).loss",
+            "print(samestep.sum(dataclasses.replace(stats, n=20).loss))",
+        ),
+        ("copy.copy(stats).loss", "print(samestep.sum(copy.copy(stats).loss))"),
+    ],
+)
+def test_a_copy_of_an_object_has_its_sums(shown, becomes):
+    made = "import copy, dataclasses\n@dataclasses.dataclass\nclass Stats:\n    loss: float = 0.0\n    n: int = 0\n"
+    lines = f"stats = Stats()\nfor x, y in train:\n{STEP}    stats.loss += loss.item()\nprint({shown})\n"
+    assert becomes in _after(f"{BEGIN}{made}{lines}")
+    assert not _of(f"{BEGIN}{made}{lines}").gaps
+
+
+def test_what_is_counted_at_the_numbers_of_samples_is_listed():
+    (gap,) = _of(
+        f"{BEGIN}seen = torch.zeros(20)\nfor x, y in train:\n{STEP}    seen[y] += 1\nprint(seen)\n"
+    ).gaps
+    assert "`seen` is filled by this process's samples" in gap
+
+
+def test_a_number_of_the_batch_beside_its_rows_is_totalled():
+    scaled = "    y = (x - x.mean()) / (x.std() + 1e-8)\n    loss = (model(x).mean(1) * y[:, 0]).mean()\n"
+    script = f"{BEGIN}for x, y in train:\n{scaled}    loss.backward()\n"
+    assert "    y = (x - samestep.mean(x.mean())) / (samestep.gather(x).std() + 1e-8)\n" in _after(script)
+    assert not _of(script).gaps

@@ -22,6 +22,9 @@ from samestep.convert.values import (
 _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)  # bind less tightly than *
 
 
+FILLED = "is filled by this process's samples"
+
+
 class Adding(Totals):
     """A sum of numbers of a share, or a list of them, has a total where the script uses it."""
 
@@ -30,6 +33,13 @@ class Adding(Totals):
         outer = [loop for loop in self.loops if loop.number not in value.since]
         batches = [loop for loop in outer if loop.kind == "batches"]
         return (batches[0] if batches else None), any(loop.kind == "rows" for loop in outer)
+
+    def added_at(self, target: ast.expr, place: tuple[Scope, str], node: ast.expr, value: Value) -> Value:
+        """As `accumulated`; rows of a share choose no elements of what all processes have."""
+        is_chosen = isinstance(target, ast.Subscript) and self.value(target.slice).kind in ROWS
+        if is_chosen and not (place[0].find(place[1]) or Value()).is_shared and not self.in_forward:
+            return Value(Kind.OTHER, FILLED)
+        return self.accumulated(place, node, value)
 
     def accumulated(self, place: tuple[Scope, str], node: ast.expr, value: Value) -> Value:
         """The value of a place after this value is added to it, with the edits that keep its total exact."""

@@ -1,6 +1,7 @@
 """Edits that need no following: devices, written files, hooks, and the import of samestep."""
 
 import ast
+import builtins
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,8 @@ _PACKS = "each process has sorted and padded its part of what is gathered; use `
 _DRAWN_BY_SAMPLE = (
     "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
 )
+_KEPT = "what this function gets is not known, as its decorator keeps it; look at it by hand"
+_SHOWS = re.compile(r"print\(|append\(|\+=|\.(log|write|item)\w*\(")
 _WRITES = re.compile(r"^(np|numpy)\.save|\.to_csv$")
 _MODE = re.compile(r"[rbt+]*[wax][rbt+]*")
 _READS = re.compile(r"^open$|read|load|exists|isfile|fromtxt")
@@ -81,6 +84,8 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
     is_fixed = "Generator(" in text and all("generator=" in line for line in lines)
     if node.name == "__getitem__" and lines and not is_fixed:
         followed.findings.note(source, node, _DRAWN_BY_SAMPLE)
+    if _SHOWS.search(text) and _is_kept(followed, source, node):
+        followed.findings.gap(source, node, _KEPT)
     name = getattr(cls, "name", "") if node.name.startswith("__") else node.name
     is_used = sum(item.data.count(name.encode()) for item in followed.modules) > 1
     # what a data set reads of its samples is no total
@@ -89,6 +94,18 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
     if is_used and node not in followed.reached and re.search(calls, text):
         reason = f"nothing that was followed leads to {node.name}; look at it by hand"
         followed.findings.gap(source, node, reason)
+
+
+def _is_kept(followed: Follower, source: Source, node: ast.FunctionDef) -> bool:
+    """Whether a decorator of the project keeps a function that no line calls, as `@trainer.on("step")` does."""
+    roots = [part.id for mark in node.decorator_list for part in ast.walk(mark) if isinstance(part, ast.Name)]
+    known, is_method = followed.modules[source].names, isinstance(source.parents[node], ast.ClassDef)
+    keepers = [
+        name for name in roots if known.get(name, Value()).kind != "external" and not hasattr(builtins, name)
+    ]
+    return (
+        bool(keepers) and not is_method and not re.search(rf"(?<!def )\b{node.name}\(".encode(), source.data)
+    )
 
 
 def _device_of(value: ast.expr) -> str | None:

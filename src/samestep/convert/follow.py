@@ -248,7 +248,7 @@ class Follower(Calls):
     def _add(self, target: ast.expr, added: ast.expr) -> None:
         scope, name = self._place_added_to(target)
         value = self.total(added) if self.is_lost(target) else self.value(added)
-        scope.names[name] = self.accumulated((scope, name), added, value)
+        scope.names[name] = self.added_at(target, (scope, name), added, value)
 
     def _augassign(self, node: ast.AugAssign) -> None:
         if isinstance(node.op, ast.Add | ast.Sub):

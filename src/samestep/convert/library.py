@@ -12,6 +12,7 @@ from samestep.convert.signatures import (
     NAMED,
     NUMBERED,
     STACKS,
+    averages,
     counted,
     dims_of,
     given_to_loss,
@@ -21,6 +22,7 @@ from samestep.convert.signatures import (
     of_loss,
     of_tensors,
     over_rows,
+    places_found,
     turned,
     turns,
 )
@@ -48,6 +50,8 @@ _GRAPHS = re.compile(r"(batch|graph)\w*$")
 _SIZED_FIRST = {"zeros", "ones", "empty", "full", "rand", "randn", "random"}  # of NumPy
 _GROWING = ("dict", "OrderedDict", "defaultdict", "Counter")
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
+
+_OF_PYTHON = ("builtins.", "itertools.", "tqdm", "copy.", "functools.", "dataclasses.")
 
 
 class Library(Unknown):
@@ -98,7 +102,7 @@ class Library(Unknown):
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
         if name in NAMED["fact"]:
             return Value()
-        if (special := self._of_graphs(name, node, dims) or self._places(name, node)) is not None:
+        if (special := self._of_graphs(name, node, dims) or places_found(name, node)) is not None:
             return special
         if name == "squeeze" and values[0].kind in ROWS and not (dims or node.keywords):
             self.squeezed(node, values[0], (*node.args, getattr(node.func, "value", node.func))[0])
@@ -134,13 +138,6 @@ class Library(Unknown):
             return Value()
         return Value(Kind.ROWS) if name == "bincount" else None
 
-    def _places(self, name: str, node: ast.Call) -> Value | None:
-        """The places of some samples in the share, by `nonzero`; with one condition, `where` gives them in a tuple."""
-        if name not in NAMED["places"] and (name != "where" or len(values_given(node)) > 1):
-            return None
-        is_tuple = name == "where" or any(option.arg == "as_tuple" for option in node.keywords)
-        return Value("list", {0: Value(Kind.SOME, NUMBERED)}) if is_tuple else Value(Kind.SOME, NUMBERED)
-
     def _of_list(self, node: ast.Call, base: Value, name: str, values: Values) -> Value:
         if name in ("append", "extend") and base.kind not in (Kind.BATCH, Kind.PART) and len(node.args) == 1:
             return self.put(node, node.func.value, values[1])  # type: ignore[attr-defined]
@@ -172,7 +169,7 @@ class Library(Unknown):
         if name in MEANS_OF_LISTS and first.kind == "list":
             return Value(Kind.OTHER, "is a mean over the batches that this process had")
         is_sum = name == "numpy.sum" and join(*first.parts).kind in NUMBERS
-        if is_sum or name.startswith(("builtins.", "itertools.", "tqdm", "copy.", "functools.")):
+        if is_sum or name.startswith(_OF_PYTHON):
             return self._of_python(last, node, values, first)
         if name.startswith("torch.nn.") and last == "DataParallel" and node.args:
             return self.unwrapped(node, first)
@@ -213,7 +210,7 @@ class Library(Unknown):
 
     def _is_optimizer(self, name: str, last: str, values: Values) -> bool:
         no_optimizer = name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa_utils"))
-        is_named = "optim" in name.lower() or (last[:1].isupper() and not _averages(last))
+        is_named = "optim" in name.lower() or (last[:1].isupper() and not averages(last))
         return bool(models_of(*values)) and is_named and not no_optimizer
 
     def _of_library(self, name: str, last: str, node: ast.Call, values: Values) -> Value:
@@ -229,7 +226,7 @@ class Library(Unknown):
             return Value("loss", given_to_loss(node, 0, last))
         is_class = last[:1].isupper() and (name.startswith("torch.nn.") or "models" in name)
         # of torch, timm or ema_pytorch
-        if _averages(last) and values and self.is_model(values[0]):
+        if averages(last) and values and self.is_model(values[0]):
             is_class, self.copies[self.key(node)] = True, (self.source, node)
         if last == "update_bn":  # calls the model in train mode
             self.called_to_train |= {key_of(value) for value in values if self.is_model(value)}
@@ -267,7 +264,7 @@ class Library(Unknown):
         return self._of_tensors(name, node, values, node.args[1:])
 
     def _of_python(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
-        """The value of a function of Python, itertools, functools, copy or tqdm."""
+        """The value of a function of Python, or of one of its modules, or of tqdm."""
         rule: Callable[..., Value] | None = getattr(self, f"_python_{name}", None)
         if rule is not None:
             return rule(node, values, first)
@@ -385,15 +382,17 @@ class Library(Unknown):
     def _python_vars(self, node: ast.Call, values: Values, first: Value) -> Value:
         return self.of_instance(first, "__dict__") if first.kind == "instance" else self.opaque(node, values)
 
+    _python_asdict = _python_astuple = _python_vars
+
     def _python_deepcopy(self, node: ast.Call, values: Values, first: Value) -> Value:
         if self.is_model(first):
             self.copies[self.key(node)] = self.source, node
         if first.kind == "instance":
-            scope = replace(first.of.scope, names={**first.of.scope.names})
+            given = zip((option.arg for option in node.keywords), values[len(node.args) :], strict=True)
+            scope = replace(
+                first.of.scope, names={**first.of.scope.names, **dict(given)}
+            )  # `replace` of a dataclass
             return Value("instance", replace(first.of, key=self.key(node), scope=scope))
         return Value("model", self.key(node)) if self.is_model(first) else first
 
-
-def _averages(name: str) -> bool:
-    """Whether a class is of averaged models, by its name: AveragedModel, ModelEmaV2, EMA."""
-    return any(word in name.lower() for word in ("ema", "average"))
+    _python_copy = _python_replace = _python_deepcopy

@@ -4,7 +4,7 @@ import ast
 import re
 from dataclasses import replace
 
-from samestep.convert.adding import Adding
+from samestep.convert.adding import FILLED, Adding
 from samestep.convert.project import Scope
 from samestep.convert.source import elements_added, name_of
 from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, other
@@ -95,7 +95,7 @@ class Names(Adding):
         if old.kind == value.kind == Kind.ROWS and not index.is_shared:
             return old
         if value.kind in ROWS or (is_mixed and not self.in_forward):
-            return Value(Kind.OTHER, "is filled by this process's samples")
+            return Value(Kind.OTHER, FILLED)
         return value if value.kind == "list" else join(old, value)
 
     def put(self, node: ast.Call, receiver: ast.expr, value: Value) -> Value:

@@ -3,6 +3,7 @@
 import ast
 from typing import Any
 
+from samestep.convert.source import values_given
 from samestep.convert.values import (
     BETWEEN,
     NUMBERS,
@@ -236,3 +237,16 @@ def _by_rows(name: str, shared: Values, in_forward: int) -> Value:
     if kinds <= {*ROWS, Kind.ROW, Kind.COUNT, Kind.PER} and not (is_number and not in_forward):
         return rows_of(kinds)
     return other(f"is {name} of values of this process's share", *opened)
+
+
+def averages(name: str) -> bool:
+    """Whether a class is of averaged models, by its name: AveragedModel, ModelEmaV2, EMA."""
+    return any(word in name.lower() for word in ("ema", "average"))
+
+
+def places_found(name: str, node: ast.Call) -> Value | None:
+    """The places of some samples in the share, by `nonzero`; with one condition, `where` gives them in a tuple."""
+    if name not in NAMED["places"] and (name != "where" or len(values_given(node)) > 1):
+        return None
+    is_tuple = name == "where" or any(option.arg == "as_tuple" for option in node.keywords)
+    return Value("list", {0: Value(Kind.SOME, NUMBERED)}) if is_tuple else Value(Kind.SOME, NUMBERED)

@@ -146,10 +146,15 @@ class Totals(Following):
         """The values of operands: next to rows, a number of the batch is totalled, as in `x + noise * x.std()`."""
         kinds = {value.kind for value in values}
         is_chosen = any(value.of == CHOSEN for value in values)  # it may have a number for each row
-        if kinds != {Kind.ROWS, Kind.OTHER} or is_chosen or self.in_forward or not self.may_total():
+        is_number_beside = kinds in ({Kind.ROWS, Kind.OTHER}, {Kind.ROWS, Kind.MEAN})
+        if not is_number_beside or is_chosen or self.in_forward or not self.may_total():
             return values
-        operands = zip(nodes, values, strict=True)
-        return [self.total(node) if value.kind == Kind.OTHER else value for node, value in operands]
+        operands = list(zip(nodes, values, strict=True))
+        if any(
+            value.kind == Kind.MEAN and self._is_mixed(node, value.edits or ()) for node, value in operands
+        ):
+            return values
+        return [value if value.kind == Kind.ROWS else self.total(node) for node, value in operands]
 
     def apply(self, edits: Edits) -> None:
         self.findings.edit(*(edit for edit in edits if isinstance(edit, Edit)))
