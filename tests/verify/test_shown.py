@@ -37,14 +37,17 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_runs_that_differ_are_shown_before_the_causes_are_looked_for_and_ctrl_c_prints_what_is_known(
-    nest: Nest,
+@pytest.mark.parametrize(
+    ("ended", "code", "came"), [(KeyboardInterrupt(), 130, "Ctrl-C"), (SystemExit(143), 143, "SIGTERM")]
+)
+def test_runs_that_differ_are_shown_before_the_causes_and_a_signal_then_prints_what_is_known(
+    nest: Nest, ended: BaseException, code: int, came: str
 ) -> None:
     shown: list[str] = []
 
     def stop(run: str) -> None:
         if "with --same" in run and shown:
-            raise KeyboardInterrupt
+            raise ended
 
     def find(causes: bool) -> Report:
         return verify(
@@ -63,9 +66,9 @@ def test_runs_that_differ_are_shown_before_the_causes_are_looked_for_and_ctrl_c_
         "--no-causes left out the runs that tell whether it is a mistake, and which"
     )
     report = find(causes=True)
-    assert (report.exit_code, report.verdict, len(shown)) == (130, "unfinished", 1)
+    assert (report.exit_code, report.verdict, len(shown)) == (code, "unfinished", 1)
     assert str(report).startswith(
-        "not finished: the runs differ: step 1, lr; Ctrl-C came before the runs that tell"
+        f"not finished: the runs differ: step 1, lr; {came} came before the runs that tell"
     )
 
 

@@ -55,12 +55,12 @@ def command(script: str, args: tuple[str, ...], against: str | None, module: boo
 
     SCRIPT runs on this machine, once for each number in -n, and writes its usual files each time. Where the runs
     differ, it runs again without what may be the cause, until no difference is left: with --same, with seeds set,
-    without its rank, and so on; Ctrl-C then prints what is known. With --against, SERIAL runs too, by itself and with
-    the same arguments, and SCRIPT with --same, and once without it.
+    without its rank, and so on; Ctrl-C or SIGTERM then prints what is known. With --against, SERIAL runs too, by
+    itself and with the same arguments, and SCRIPT with --same, and once without it.
 
     Exit code: 0 each run takes the same step and prints the same; 1 a run takes another step, or fails; 2 SCRIPT does
     not use samestep, or cannot be verified; 3 each run takes the same step, but what it prints or saves comes from
-    one rank alone; 130 Ctrl-C came before the end.
+    one rank alone; 130 Ctrl-C, and 143 SIGTERM, came before the end.
     """
     from samestep.convert.convert import conversion
     from samestep.verify.verify import SerialScript, verify

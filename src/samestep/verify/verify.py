@@ -37,7 +37,8 @@ _ONLY_ONCE = (
 _LEFT = "the first run leaves a file that later ones read, and trains other numbers than they do: {}"
 _AUGMENTED = "same to rounding with equal augmentation; without it, each script draws its own for its samples"
 _NO_CAUSES = "--no-causes left out"
-_INTERRUPTED = "Ctrl-C came before"
+_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+_INTERRUPTED = {int(number): f"{name} came before" for number, name in _SIGNALS.items()}
 _CUT_SHORT = (
     "{} left on rank {} of {} before its end could be recorded, as os._exit and os.exec do; end it with sys.exit or "
     "at its last line"
@@ -84,8 +85,9 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        if self.unfinished == _INTERRUPTED:
-            return 128 + signal.SIGINT
+        for number, came in _INTERRUPTED.items():
+            if self.unfinished == came:
+                return 128 + number
         return 1 if not self.is_same_step else 3 if self.findings else 0
 
     @property
@@ -180,8 +182,11 @@ def verify(
             search = Search(experiments)
             try:
                 report = _explained(experiments, search, report)
-            except KeyboardInterrupt:
-                report = replace(report, causes=search.causes, unfinished=_INTERRUPTED)
+            except (KeyboardInterrupt, SystemExit) as ended:
+                number = int(ended.code or 0) - 128 if isinstance(ended, SystemExit) else int(signal.SIGINT)
+                if number not in _INTERRUPTED:
+                    raise
+                report = replace(report, causes=search.causes, unfinished=_INTERRUPTED[number])
     finally:
         # The report of a failure names its logs, so they are kept.
         if report is None or report.step != "failed":
