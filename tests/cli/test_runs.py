@@ -110,6 +110,14 @@ def test_logs_shows_one_rank_or_all(home):
     assert sorted(both) == [f"[rank {rank}] step {step} on {rank}" for rank in (0, 1) for step in range(3)]
 
 
+def test_logs_says_where_a_rank_wrote_nothing(tmp_path):
+    (tmp_path / "silent.py").write_text("import samestep\nif samestep.init().rank:\n    print('one')\n")
+    samestep(tmp_path, "run", "-n", "2", "silent.py")
+    shown = samestep(tmp_path, "logs")
+    assert (shown.stdout, "nothing was written there; --rank all shows" in shown.stderr) == ("", True)
+    assert samestep(tmp_path, "logs", "--rank", "1").stdout.endswith("one\n")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

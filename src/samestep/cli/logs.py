@@ -39,20 +39,22 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
         _show(chosen_run, tails, follow)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if ranks != "all" and not any(tail.shown for tail in tails):
+        click.echo("samestep logs: nothing was written there; --rank all shows the output of all ranks", err=True)
 
 
 class Tail:
     def __init__(self, path: Path, prefix: str) -> None:
         self._path, self._prefix = path, prefix
-        self._shown, self._rest = 0, ""
+        self.shown, self._rest = 0, ""
         self._decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode
 
     def more(self, is_last: bool) -> bool:
         """Show new output, with a prefix only complete lines; False if there is nothing new."""
         with open(open_regular(self._path, 2), "rb") as file:
-            file.seek(self._shown)
+            file.seek(self.shown)
             data = file.read(_CHUNK)
-        self._shown += len(data)
+        self.shown += len(data)
         # a carriage return ends a line, so each state of a progress bar is a line
         text = self._rest + self._decode(data).replace("\r\n", "\n").replace("\r", "\n")
         lines, self._rest = text.splitlines(keepends=True), ""
