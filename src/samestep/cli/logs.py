@@ -40,7 +40,9 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if ranks != "all" and not any(tail.shown for tail in tails):
-        click.echo("samestep logs: nothing was written there; --rank all shows the output of all ranks", err=True)
+        click.echo(
+            "samestep logs: nothing was written there; --rank all shows the output of all ranks", err=True
+        )
 
 
 class Tail:

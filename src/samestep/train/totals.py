@@ -330,6 +330,10 @@ def _of_all(call: str, named: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
             shape_or_value = list(next(remaining).shape) if is_tensor else sums.written(leaf)
         except TypeError as error:
+            if isinstance(leaf, list | tuple) and any(isinstance(item, torch.Tensor) for item in leaf):
+                raise UsageError(
+                    f"{call} got a list of tensors; join it first, by torch.cat or torch.stack"
+                ) from None
             raise UsageError(f"{call} cannot send this to other ranks: {error}") from None
         head.append([name, _kind(leaf, rows=True), shape_or_value])
     data = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
