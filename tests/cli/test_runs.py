@@ -111,11 +111,11 @@ def test_logs_shows_one_rank_or_all(home):
 
 
 def test_logs_says_where_a_rank_wrote_nothing(tmp_path):
-    (tmp_path / "silent.py").write_text("import samestep\nif samestep.init().rank:\n    print('one')\n")
+    (tmp_path / "silent.py").write_text("import samestep\nif samestep.init().rank:\n    print('said 1')\n")
     samestep(tmp_path, "run", "-n", "2", "silent.py")
     shown = samestep(tmp_path, "logs")
     assert (shown.stdout, "nothing was written there; --rank all shows" in shown.stderr) == ("", True)
-    assert samestep(tmp_path, "logs", "--rank", "1").stdout.endswith("one\n")
+    assert samestep(tmp_path, "logs", "--rank", "1").stdout.endswith("said 1\n")
 
 
 @pytest.mark.parametrize(

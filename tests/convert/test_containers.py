@@ -211,3 +211,12 @@ def test_a_number_of_the_batch_beside_its_rows_is_totalled():
     script = f"{BEGIN}for x, y in train:\n{scaled}    loss.backward()\n"
     assert "    y = (x - samestep.mean(x.mean())) / (samestep.gather(x).std() + 1e-8)\n" in _after(script)
     assert not _of(script).gaps
+
+
+def test_a_partial_of_a_function_of_the_project_is_followed_with_its_arguments():
+    step = "def fit(net, scale, batch):\n    x, y = batch\n    loss = F.cross_entropy(net(x), y) * scale\n"
+    step += "    loss.backward()\n    optimizer.step()\n    return loss.item()\n"
+    lines = "from functools import partial\nstep, total = partial(fit, model, scale=2.0), 0.0\n"
+    script = f"{BEGIN}{step}{lines}for batch in train:\n    total += step(batch=batch)\nprint(total)\n"
+    assert "    total += step(batch=batch) * train.share\nprint(samestep.sum(total))\n" in _after(script)
+    assert not _of(script).gaps

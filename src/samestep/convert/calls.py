@@ -63,11 +63,21 @@ class Calls(Library):
         callee = self.value(node.func)
         if callee.kind == "metric":
             return self._of_metric(callee, node, "forward")
-        if callee.of in _NAMESPACES:
-            return self._new(_NAMESPACE, node, *self._arguments(node))
+        if (made := self._object_made(callee, node)) is not None:
+            return made
         if callee.kind == "external":
             return self.external(str(callee.of), node).bare
         return self._of_ours(callee, node, *self._arguments(node))
+
+    def _object_made(self, callee: Value, node: ast.Call) -> Value | None:
+        """A namespace, or a function of the project with some of its arguments; None for other calls."""
+        if callee.of in _NAMESPACES:
+            return self._new(_NAMESPACE, node, *self._arguments(node))
+        is_partial = callee.of == "functools.partial" and bool(node.args)
+        if not is_partial or self.value(node.args[0]).kind not in ("function", "class"):
+            return None
+        (function, *given), named = self._arguments(node)
+        return Value("partial", (function, given, named))
 
     def _of_metric(self, metric: Value, node: ast.Call, name: str) -> Value:
         """What a metric of torchmetrics gives for a share; it adds up its own values over the processes at the end."""
@@ -92,6 +102,9 @@ class Calls(Library):
             return of_loss(callee.of, [*self.together(node.args, arguments), *named.values()], self.batches)
         if callee.kind == "class":
             return self._new(callee.of, node, arguments, named)
+        if callee.kind == "partial":
+            function, given, bound = callee.of
+            return self._of_ours(function, node, [*given, *arguments], {**bound, **named})
         if callee.kind == "tuple class":
             by_name = {**dict(zip(callee.of, arguments, strict=False)), **named}
             return Value("list", {**dict(enumerate(by_name.values())), **by_name})
