@@ -18,6 +18,7 @@ from samestep.verify.read import Run
         ("loss 1.2e-3", "loss 4.1e-4", True),
         ("took 12.31 s, 4000 images/s", "took 7.22 s, 9000 images/s", False),
         ("correct 350", "correct 175", True),
+        ("digest 5e7312 0e9999", "digest 5e7313 0e9998", False),
         ("loss 1.61361 min 0.00235", "loss 1.76002 min 0.00235", True),
         ("mean 2 min: 0.1 max 4", "mean 3 min: 0.1 max 4", True),
         ("mean 1.5 min -0.1 s", "mean 1.7 min -0.1 s", False),

@@ -240,6 +240,10 @@ def _differ_at_last(line: Line, other: Line) -> bool:
 
 def _tolerance(a: str, b: str, near: float, is_exact: bool = False) -> float:
     """The distance that rounding can make: the last printed digit of a fraction, plus `near` times the value."""
-    last_digits = [10.0 ** int(Decimal(number).as_tuple().exponent) for number in (a, b)]
+    largest = max(abs(float(a)), abs(float(b)))
+    if not math.isfinite(largest):  # also a digest such as 5e7312
+        return 0.0
+    exponents = [int(Decimal(number).as_tuple().exponent) for number in (a, b) if float(number)]
+    last_digit = max((10.0**exponent for exponent in exponents), default=0.0)
     is_fraction = any(letter in a + b for letter in ".eE") and not is_exact
-    return 1.01 * max(last_digits) * is_fraction + near * max(abs(float(a)), abs(float(b)))
+    return 1.01 * last_digit * is_fraction + near * largest
