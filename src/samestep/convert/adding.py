@@ -20,8 +20,6 @@ from samestep.convert.values import (
 )
 
 _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)  # bind less tightly than *
-
-
 FILLED = "is filled by this process's samples"
 
 

@@ -388,10 +388,9 @@ class Library(Unknown):
         if self.is_model(first):
             self.copies[self.key(node)] = self.source, node
         if first.kind == "instance":
-            given = zip((option.arg for option in node.keywords), values[len(node.args) :], strict=True)
-            scope = replace(
-                first.of.scope, names={**first.of.scope.names, **dict(given)}
-            )  # `replace` of a dataclass
+            options = [option.arg for option in node.keywords]  # the fields that dataclasses.replace sets
+            given = dict(zip(options, values[len(node.args) :], strict=True))
+            scope = replace(first.of.scope, names={**first.of.scope.names, **given})
             return Value("instance", replace(first.of, key=self.key(node), scope=scope))
         return Value("model", self.key(node)) if self.is_model(first) else first
 

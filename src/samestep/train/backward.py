@@ -87,12 +87,9 @@ class Backward(Member):
         spine.tell(Subscriber.backward_begins, loss)
         if loss.numel() == 1:
             spine.origins.losses.append(loss.detach())
-        parameters = (
-            {id(parameter) for parameter in spine.models.parameters()} if (inputs := args[2]) else set()
-        )
-        if not inputs or any(
-            id(tensor) in parameters for tensor in inputs
-        ):  # not an attack on the input alone
+        inputs = set(map(id, args[2]))
+        # an attack derives the loss by its input alone, and trains nothing
+        if not inputs or not inputs.isdisjoint(map(id, spine.models.parameters())):
             self._first_losses.look_at(loss)
         spine.weights.of_loss = spine.weights.of_next_loss(spine.models)
         spine.weights.of_leaves = self._weight_for_inputs(outputs) if spine.weights.needs_leaves else 1.0

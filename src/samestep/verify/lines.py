@@ -72,7 +72,7 @@ def pairs(first: Lines, other: Lines, by_place: bool = True) -> Iterator[tuple[i
     for place in {**first, **other}:
         mine, theirs = first.get(place, ()), other.get(place, ())
         is_by_order = len(mine) == len(theirs) or place.startswith("saves")
-        for line, now in (_by_order if is_by_order else _by_kind)(mine, theirs):
+        for line, now in zip_longest(mine, theirs) if is_by_order else _by_kind(mine, theirs):
             if line and now:
                 yield id(line), line, now
             elif some := line or now:
@@ -102,10 +102,6 @@ def _by_file(lines: Lines) -> dict[str, list[Line]]:
     return found
 
 
-def _by_order(mine: Sequence[Line], theirs: Sequence[Line]) -> Iterator[tuple[Line | None, Line | None]]:
-    yield from zip_longest(mine, theirs)
-
-
 def _by_kind(mine: Sequence[Line], theirs: Sequence[Line]) -> Iterator[tuple[Line | None, Line | None]]:
     """Pairs of equal kind, then of those that are left: as many on both sides, or lines of one side alone, or pairs
     that share half of their words."""
@@ -121,7 +117,7 @@ def _by_kind(mine: Sequence[Line], theirs: Sequence[Line]) -> Iterator[tuple[Lin
     others = {id(now) for group in waiting.values() for now in group}
     further = [now for now in theirs if id(now) in others]
     if len(left) == len(further) or not left or not further:
-        yield from _by_order(left, further)
+        yield from zip_longest(left, further)
         return
     start = 0
     for line in left:

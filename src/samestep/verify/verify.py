@@ -37,8 +37,8 @@ _ONLY_ONCE = (
 _LEFT = "the first run leaves a file that later ones read, and trains other numbers than they do: {}"
 _AUGMENTED = "same to rounding with equal augmentation; without it, each script draws its own for its samples"
 _NO_CAUSES = "--no-causes left out"
-_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_INTERRUPTED = {int(number): f"{name} came before" for number, name in _SIGNALS.items()}
+# by exit code
+_INTERRUPTED = {130: "Ctrl-C came before", 143: "SIGTERM came before", 129: "SIGHUP came before"}
 _CUT_SHORT = (
     "{} left on rank {} of {} before its end could be recorded, as os._exit and os.exec do; end it with sys.exit or "
     "at its last line"
@@ -85,9 +85,9 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        for number, came in _INTERRUPTED.items():
+        for code, came in _INTERRUPTED.items():
             if self.unfinished == came:
-                return 128 + number
+                return code
         return 1 if not self.is_same_step else 3 if self.findings else 0
 
     @property
@@ -183,10 +183,10 @@ def verify(
             try:
                 report = _explained(experiments, search, report)
             except (KeyboardInterrupt, SystemExit) as ended:
-                number = int(ended.code or 0) - 128 if isinstance(ended, SystemExit) else int(signal.SIGINT)
-                if number not in _INTERRUPTED:
+                code = ended.code if isinstance(ended, SystemExit) else 128 + signal.SIGINT
+                if code not in _INTERRUPTED:
                     raise
-                report = replace(report, causes=search.causes, unfinished=_INTERRUPTED[number])
+                report = replace(report, causes=search.causes, unfinished=_INTERRUPTED[code])
     finally:
         # The report of a failure names its logs, so they are kept.
         if report is None or report.step != "failed":

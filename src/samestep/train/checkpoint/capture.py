@@ -54,11 +54,11 @@ def pack(
 
 def bulk(state: object) -> int:
     """Local. The bytes that `pack` needs in `into`; copies nothing, also not from a device."""
-    packer = Packer(
-        lambda value, where: (
-            (*_key(value, where), lambda: memoryview(b"")) if isinstance(value, Tensor) else None
-        )
-    )
+
+    def leaf(value: object, where: Path) -> tuple[Hashable, Blob, Callable[[], memoryview]] | None:
+        return (*_key(value, where), lambda: memoryview(b"")) if isinstance(value, Tensor) else None
+
+    packer = Packer(leaf)
     packer.node(state)
     return sum(-(-blob.nbytes // state_file.ALIGN) * state_file.ALIGN for blob in packer.blobs)
 
