@@ -101,3 +101,21 @@ def test_a_sites_suffix_chooses_the_network(srun, tmp_path):
     assert len(re.findall(r"rank \d of job \d+\.0 met", right)) == 2, right
     wrong = srun(*words, SAMESTEP_ADDRESS_SUFFIX="i").communicate(timeout=50)[0]
     assert re.search(r"rank 1: ssnode\d cannot resolve ssnode\di \(.*; SAMESTEP_ADDRESS_SUFFIX is i\)", wrong)
+
+
+_STOPPED = """
+import os, signal, samestep
+world = samestep.init(timeout=9)
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+samestep.sum(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_step_whose_rank_is_stopped_is_killed_once_the_others_have_failed(srun, tmp_path):
+    (tmp_path / "stopped.py").write_text(_STOPPED)
+    step = srun("--nodes=2", "--nodelist=ssnode[1-2]", "--kill-on-bad-exit=0", sys.executable, "stopped.py")
+    said = step.communicate(timeout=60)[0]
+    assert re.search(r"job step \d+\.\d+ is killed: rank 1 gives no answer\n", said), said
+    assert step.returncode == 137, said

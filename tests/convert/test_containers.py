@@ -172,13 +172,15 @@ trainer = Engine()
 """
 
 
+@pytest.mark.parametrize("keeps", ["@trainer.on\n{}", "{}trainer.on(show)\n", "{}[trainer.on][0](show)\n"])
 @pytest.mark.parametrize(
     ("body", "is_gap"), [("print(engine.loss)", True), ("return nn.Linear(4, 3)", False)]
 )
-def test_a_function_that_a_decorator_of_the_project_keeps_is_listed_if_it_shows_something(body, is_gap):
+def test_a_function_that_the_project_keeps_is_listed_if_it_shows_something(keeps, body, is_gap):
     loop = f"for x, y in train:\n{STEP}    trainer.loss = loss.item()\n    for handler in trainer.handlers:\n"
-    script = f"{BEGIN}{ENGINE}@trainer.on\ndef show(engine):\n    {body}\n{loop}        handler(trainer)\n"
-    assert any("its decorator keeps it" in gap for gap in _of(script).gaps) == is_gap
+    kept = keeps.format(f"def show(engine):\n    {body}\n")
+    script = f"{BEGIN}{ENGINE}{kept}{loop}        handler(trainer)\n"
+    assert any("another function keeps it" in gap for gap in _of(script).gaps) == is_gap
 
 
 @pytest.mark.parametrize(
@@ -220,3 +222,18 @@ def test_a_partial_of_a_function_of_the_project_is_followed_with_its_arguments()
     script = f"{BEGIN}{step}{lines}for batch in train:\n    total += step(batch=batch)\nprint(total)\n"
     assert "    total += step(batch=batch) * train.share\nprint(samestep.sum(total))\n" in _after(script)
     assert not _of(script).gaps
+
+
+def test_a_parameter_of_an_optimizer_that_is_in_no_model_is_listed_if_batches_train_it():
+    made = "centres = nn.Parameter(torch.zeros(3, 3))\nopt = torch.optim.SGD([*model.parameters(), centres], 0.1)\n"
+    loop = (
+        f"{made}for x, y in train:\n    (model(x) - centres[y]).square().mean().backward()\n    opt.step()\n"
+    )
+    (gap,) = _of(f"{BEGIN}{loop}").gaps
+    assert "this parameter is in no model" in gap
+
+
+def test_lists_of_batches_that_map_joins_are_gathered_where_they_are_used():
+    lines = "    outs, ys = [], []\n    for x, y in test:\n        outs.append(model(x)); ys.append(y)\n"
+    lines = f"with torch.no_grad():\n{lines}    outs, ys = map(torch.cat, (outs, ys))\nprint(outs.std())\n"
+    assert "print(samestep.gather(outs).std())" in _after(f"{BEGIN}{lines}")

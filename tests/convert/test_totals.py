@@ -385,3 +385,10 @@ def test_a_dimension_that_is_given_to_a_function_is_known_there():
     made = _after(text.replace("dim=1", "dim=len('a')"))
     assert "return samestep.gather(x) - torch.mean(samestep.gather(x), dim, keepdim=True)" in made
     assert "F.mse_loss(spread(model(x), dim=len('a')), samestep.gather(y))" in made
+
+
+def test_a_function_that_gets_a_share_and_then_what_all_processes_have_is_listed():
+    pairs = "def pairs(a, b):\n    return (a @ b.t()).logsumexp(1).mean()\nkept = torch.ones(5, 3)\n"
+    loss = "    loss = pairs(out, out) + pairs(out, kept)\n    loss.backward()\n"
+    gaps = _of(f"{BEGIN}{pairs}for x, y in train:\n    out = model(x)\n{loss}").gaps
+    assert [gap for gap in gaps if "count once for each process" in gap]

@@ -27,6 +27,7 @@ from samestep.convert.values import (
 )
 
 _WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode")
+_PARAMETER = re.compile(r"[\w.]*\bParameter\(")
 MOST_STATEMENTS = 100_000  # to follow; a longer script is not followed to its end
 _DEEPEST = 25  # calls inside each other
 _CARRIED = "is made for a whole batch; begin with None, and in the loop make it for x.size(0) samples"
@@ -233,6 +234,11 @@ class Calls(Library):
         return Value(models=frozenset({Site(tuple(names), statement, frame.source)}))
 
     def optimizes(self, *values: Value) -> Value:
+        given = list(values)
+        for value in given:
+            given += value.parts
+            if value.origin and _PARAMETER.match(ast.unparse(value.origin[0])):
+                self.parameters_alone.add(value.origin[:2])
         sites = sorted(models_of(*values), key=lambda site: (site.statement.lineno, site.names[0][0]))
         self.findings.sites.update(dict.fromkeys(sites))
         return Value("optimizer", models=models_of(*values))
@@ -246,6 +252,7 @@ class Calls(Library):
         if is_recursive or len(self.frames) > _DEEPEST or self.followed > MOST_STATEMENTS:
             return join(*arguments)
         self.reached.add(node)
+        self.called_by_line |= {node} if call is not None else set()
         place = len(self.loops), self.depth
         frame = Frame(Scope(function.scope), function.source, call, self.frame, node, *place)
         self._bind_arguments(frame.scope, node.args, arguments, named)

@@ -28,6 +28,10 @@ _OF_COPY = (
 _TWO_LOSSES = "one loss is a sum over samples and another a mean; make both means"
 _NO_MODEL = "no optimizer gets the parameters of a torch.nn.Module, so there is no model to replicate"
 _NO_LOADER = "there is no DataLoader to share, so each process would train on all samples"
+_ALONE = (
+    "this parameter is in no model, so nothing exchanges its gradient; put it into a Module whose forward uses it, and "
+    "call that in the loop"
+)
 _GATHERED = "call it with samestep.gather(...) of these values"
 _BESIDE = {"transformers", "xformers"}  # also used by scripts with a loop of their own
 
@@ -76,6 +80,7 @@ def convert(script: Path, is_written: bool = False, is_module: bool = False) -> 
     roots = [Path()] if is_module else [script.parent, next(package, script.parent)]
     followed = follow(read(script), find)
     _replicate(followed, sources[script])
+    _check_alone(followed)
     findings = followed.findings
     leave_on_host(findings, sources.values())
     for source in sources.values():
@@ -183,6 +188,17 @@ def _replicate(followed: Follower, script: Source) -> None:
                 _place(followed, site, name, key, ', loss="sum"' if adds else "")
     if any(b"BatchNorm" in source.data for source in followed.modules):
         _replicate_copies(followed, done)
+
+
+def _check_alone(followed: Follower) -> None:
+    """Note a parameter that is in no model, if a loop over batches uses it: nothing exchanges its gradient."""
+    findings = followed.findings
+    for made, source in followed.parameters_alone:
+        loops = [node for node in ast.walk(source.tree) if isinstance(node, ast.For | ast.While)]
+        loops = [node for node in loops if findings.over.get(source.span(node)) == "batches"]
+        used = {part.id for loop in loops for part in ast.walk(loop) if isinstance(part, ast.Name)}
+        if used & {*map(ast.unparse, getattr(source.parents[made], "targets", ()))}:
+            findings.gap(source, made, _ALONE)
 
 
 def _replicate_copies(followed: Follower, done: set[object]) -> None:

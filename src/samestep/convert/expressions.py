@@ -50,8 +50,7 @@ class Expressions(Decisions):
         if any(self.known.get(part, value).kind == "own" for part in parts):
             value = replace(value, kind="own")
         self.known[node] = value
-        if value.is_shared and not self.may_total():
-            self.findings.alone.add((self.source, self.source.start(node)))
+        self.note_use(node, value)
         if value.is_shared and value.edits is None:
             self.known[node] = value = replace(value, edits=self.edits_of(node, value))
         return value

@@ -9,7 +9,7 @@ from typing import Any
 
 from samestep.convert.follow import Follower
 from samestep.convert.rewrites import arguments, is_kept_file
-from samestep.convert.source import Edit, Source
+from samestep.convert.source import Edit, Source, values_given
 from samestep.convert.values import Value
 
 _DEVICES = ("cuda", "mps", "xpu")
@@ -33,7 +33,7 @@ _PACKS = "each process has sorted and padded its part of what is gathered; use `
 _DRAWN_BY_SAMPLE = (
     "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
 )
-_KEPT = "what this function gets is not known, as its decorator keeps it; look at it by hand"
+_KEPT = "what this function gets is not known, as another function keeps it; look at it by hand"
 _SHOWS = re.compile(r"print\(|append\(|\+=|\.(log|write|item)\w*\(")
 _WRITES = re.compile(r"^(np|numpy)\.save|\.to_csv$")
 _MODE = re.compile(r"[rbt+]*[wax][rbt+]*")
@@ -97,15 +97,17 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
 
 
 def _is_kept(followed: Follower, source: Source, node: ast.FunctionDef) -> bool:
-    """Whether a decorator of the project keeps a function that no line calls, as `@trainer.on("step")` does."""
-    roots = [part.id for mark in node.decorator_list for part in ast.walk(mark) if isinstance(part, ast.Name)]
+    """Whether the project keeps a function that no line calls, as `@trainer.on("step")` or `trainer.on(step)` does."""
+    calls = [part.value for part in ast.walk(source.tree) if isinstance(part, ast.Expr)]
+    calls = [part for part in calls if isinstance(part, ast.Call)]
+    kept_by = [call.func for call in calls if node.name in map(ast.unparse, values_given(call))]
+    marks = [*node.decorator_list, *kept_by]
+    roots = {part.id for mark in marks for part in ast.walk(mark) if isinstance(part, ast.Name)}
     known, is_method = followed.modules[source].names, isinstance(source.parents[node], ast.ClassDef)
-    keepers = [
-        name for name in roots if known.get(name, Value()).kind != "external" and not hasattr(builtins, name)
-    ]
-    return (
-        bool(keepers) and not is_method and not re.search(rf"(?<!def )\b{node.name}\(".encode(), source.data)
+    is_ours = any(
+        known.get(name, Value()).kind != "external" and not hasattr(builtins, name) for name in roots
     )
+    return is_ours and not is_method and node not in followed.called_by_line
 
 
 def _device_of(value: ast.expr) -> str | None:

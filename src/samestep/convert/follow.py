@@ -9,15 +9,11 @@ from typing import Any
 from samestep.convert.calls import MOST_STATEMENTS, Calls, without_gradients
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
 from samestep.convert.source import Source, begins_from, updates
-from samestep.convert.totals import ALSO_ALIKE, TOTAL
+from samestep.convert.totals import TOTAL
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value
 
 Find = Callable[[str, int, Path], Source | None]
 _MOST_TIMES = 8
-_ALSO_ALONE = (
-    "this line runs in training, where its total is needed, and in an evaluation, where processes may have "
-    "different numbers of batches; take the total in the loop that trains"
-)
 _MIXED = (
     "this loop takes batches of two loaders, of which a process may have unlike parts; give both one batch_size and "
     "drop_last=True, or add up samestep.mean(loss, weight=len(batch)) of each loader's loss"
@@ -88,22 +84,6 @@ class Follower(Calls):
     def path_of(self, node: ast.expr) -> str:
         """The path in an argument: its text if it is known, else its expression."""
         return self.known.get(node, Value()).text or ast.unparse(node)
-
-    def check_totals(self) -> None:
-        """Note a gap for each total that some ranks may not reach, or that may get values that all ranks have."""
-        findings, kinds = self.findings, dict[tuple[Source, int], str]()
-        for edit in findings.edits:
-            source, kind = edit.source, edit.text.partition("(")[0]
-            adds = kind in ("samestep.sum", "samestep.gather")
-            is_total = adds or kind == "samestep.mean"
-            spans = findings.alike if adds else findings.mixed if ".share" in edit.text else set()
-            spans = spans | findings.guarded if is_total else spans
-            is_alike = any(file is source and start <= edit.start < end for file, start, end in spans)
-            is_alike |= is_total and kinds.setdefault((source, edit.start), kind) != kind
-            is_alone = is_total and (source, edit.start) in findings.alone
-            if is_alike or is_alone:
-                line = source.data.count(b"\n", 0, edit.start) + 1
-                findings.gaps.setdefault((source, line), _ALSO_ALONE if is_alone else ALSO_ALIKE)
 
     def follow_module(self, source: Source) -> Scope:
         if source in self.modules:

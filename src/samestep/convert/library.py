@@ -50,7 +50,6 @@ _GRAPHS = re.compile(r"(batch|graph)\w*$")
 _SIZED_FIRST = {"zeros", "ones", "empty", "full", "rand", "randn", "random"}  # of NumPy
 _GROWING = ("dict", "OrderedDict", "defaultdict", "Counter")
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
-
 _OF_PYTHON = ("builtins.", "itertools.", "tqdm", "copy.", "functools.", "dataclasses.")
 
 
@@ -275,6 +274,10 @@ class Library(Unknown):
             made = {key: self.run(first.of, [part], {}, None) for key, part in given.by_key.items()}
             is_batch = given.kind == Kind.BATCH and made[None].kind == Kind.ROWS
             return Value(Kind.BATCH) if is_batch else Value("list", made)
+        listed = getattr(node.args[-1], "elts", []) if name == "map" and len(node.args) == 2 else []
+        if listed and first.kind == "external":
+            calls = [ast.copy_location(ast.Call(node.args[0], [part], []), part) for part in listed]
+            return Value("list", {key: self.external(str(first.of), call) for key, call in enumerate(calls)})
         if name in ("chain", "filter", "map"):
             return join(*values)
         if name == "cycle" and first.kind == "loader":

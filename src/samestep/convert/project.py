@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from samestep.convert.source import Edit, Source
-from samestep.convert.values import Loop, Named, Value, Values
+from samestep.convert.values import Kind, Loop, Named, Value, Values
 
 
 @dataclass(eq=False)
@@ -138,6 +138,9 @@ class Findings:
     # places that some ranks may reach without the others
     alone: set[tuple[Source, int]] = field(default_factory=set)
     alike: set[Span] = field(default_factory=set)  # values equal on all ranks that are used
+    given: set[Span] = field(
+        default_factory=set
+    )  # parameters of functions that got a value equal on all ranks
     over: dict[Span, str] = field(default_factory=dict)  # what loops iterate over
     beside: dict[Span, str] = field(default_factory=dict)  # whether operands are beside values of all samples
     guarded: set[Span] = field(default_factory=set)  # statements for ranks with a share alone
@@ -179,6 +182,7 @@ class Following:
         self.passes: list[Loop] = []  # loops over loaders without a sampler or shuffle
         self.known: dict[ast.AST, Value] = {}  # the latest value of each expression
         self.reached: set[ast.AST] = set()  # functions and loaders that were followed
+        self.called_by_line: set[ast.AST] = set()  # functions that a line of the project calls
         self.opened: dict[ast.AST, bool] = {}  # calls of open: whether all ranks make them equally often
         self.called: set[Any] = set()  # models that were called
         self.called_quietly: set[Any] = set()  # without gradients
@@ -190,6 +194,9 @@ class Following:
         self.layers: dict[Any, tuple[bool, list[Value]]] = {}
         self.copies: dict[Any, tuple[Source, ast.Call]] = {}  # of models, by key
         self.carried: set[Any] = set()  # arguments of models that were equal on all ranks, by key
+        self.parameters_alone: set[tuple[ast.expr, Source]] = (
+            set()
+        )  # that an optimizer gets beside its models
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
         self.time_first: set[str | None] = set()  # what batches' sizes depend on that have samples second
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0
@@ -228,6 +235,13 @@ class Following:
         """Note that an expression is equal on all ranks, if no part of it depends on a share."""
         if not any(self.known[part].is_shared for part in ast.walk(node) if part in self.known):
             self.findings.alike.add(self.source.span(node))
+
+    def note_use(self, node: ast.AST, value: Value) -> None:
+        """Note where a function gets values that all ranks have, and where some ranks may come without the others."""
+        if value.kind == Kind.ALIKE and isinstance(node, ast.Name) and self.frame.call is not None:
+            self.findings.given.add(self.source.span(node))
+        if value.is_shared and not self.may_total():
+            self.findings.alone.add((self.source, self.source.start(node)))
 
     def comes_together(self) -> None:
         """Note that all ranks must reach this statement: it calls or trains a model."""

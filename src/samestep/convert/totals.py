@@ -34,6 +34,10 @@ ALSO_ALIKE = (
     "this line is reached with numbers of a share, and with numbers that all processes have, which a total would "
     "count once for each process; take the total before the call"
 )
+_ALSO_ALONE = (
+    "this line runs in training, where its total is needed, and in an evaluation, where processes may have "
+    "different numbers of batches; take the total in the loop that trains"
+)
 _OF_WHOLE_BATCH = (
     "is made for a whole batch; make it in the loop, for as many samples as the input has: x.size(0)"
 )
@@ -155,6 +159,25 @@ class Totals(Following):
         ):
             return values
         return [value if value.kind == Kind.ROWS else self.total(node) for node, value in operands]
+
+    def check_totals(self) -> None:
+        """Note a gap for each total that some ranks may not reach, or that may get values that all ranks have."""
+        findings, kinds = self.findings, dict[tuple[Source, int], str]()
+        ends = {(edit.source, edit.start) for edit in findings.edits if edit.text.startswith(")")}
+        starts = {(file, start) for file, start, end in findings.given if (file, end) in ends}
+        for edit in findings.edits:
+            source, kind = edit.source, edit.text.partition("(")[0]
+            adds = kind in ("samestep.sum", "samestep.gather")
+            is_total = adds or kind == "samestep.mean"
+            spans = findings.alike if adds else findings.mixed if ".share" in edit.text else set()
+            spans = spans | findings.guarded if is_total else spans
+            is_alike = any(file is source and start <= edit.start < end for file, start, end in spans)
+            is_alike |= adds and (source, edit.start) in starts
+            is_alike |= is_total and kinds.setdefault((source, edit.start), kind) != kind
+            is_alone = is_total and (source, edit.start) in findings.alone
+            if is_alike or is_alone:
+                line = source.data.count(b"\n", 0, edit.start) + 1
+                findings.gaps.setdefault((source, line), _ALSO_ALONE if is_alone else ALSO_ALIKE)
 
     def apply(self, edits: Edits) -> None:
         self.findings.edit(*(edit for edit in edits if isinstance(edit, Edit)))

@@ -20,13 +20,14 @@ class Unknown(Rewrites, Expressions):
 
     def _uses(self, values: Values, node: ast.Call) -> Iterator[Value]:
         """The results of lambdas among the arguments that depend on a share, as they capture values."""
-        known = set(self.findings.alike)
+        findings, called = self.findings, set(self.called_by_line)
+        known, given = set(findings.alike), set(findings.given)
         for function in [value.of for value in values if value.kind == "function"]:
             result = self.run(function, [function.bound] if function.bound else [], {}, node)
             if isinstance(function.node, ast.Lambda) and result.is_shared:
                 self.known[function.node] = replace(result, edits=None)
                 yield result
-        self.findings.alike = known
+        findings.alike, findings.given, self.called_by_line = known, given, called
 
     def opaque(self, node: ast.Call, values: Values) -> Value:
         """The value of an unknown function; a call whose result is unused gets totals as its arguments."""

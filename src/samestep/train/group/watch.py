@@ -3,11 +3,14 @@
 While some ranks wait, all tell each other what they do. Covered: a rank that runs Python, that waits in another call,
 also of torch.distributed, or that gives no answer because it is stopped or holds the GIL. A rank that fails, or leaves
 the script with an exit code while others go on, ends all of them, also where a thread keeps it from ending.
-Not covered: ending a run that hangs before init's timeout, unless `samestep stop` asks for it.
+Under srun a step with a rank that gives no answer is killed once the others have failed. Not covered: ending a run that
+hangs before init's timeout, unless `samestep stop` asks for it.
 """
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -33,6 +36,7 @@ from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
 from samestep.rundir import STOP, WAITS, Pulse, own_run
+from samestep.text import name_ranks
 from samestep.tracebacks import recorded_traceback
 
 _LOOK_S = 1.0
@@ -82,6 +86,7 @@ class MutualWatch:
                     why = f"another rank {'has not come' if 'imed out' in why else 'has ended'} ({why})"
                 say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
             time.sleep(_LEAVE_S)
+            self._kill_step()
             return
         if (first := self._first_to_raise(failure.lines)) != world.rank:
             say(f"rank {world.rank} of {world.size} failed as rank {first} did: {failure.exception[0]}")
@@ -103,6 +108,17 @@ class MutualWatch:
         is_fresh = seen is not None and until - seen[0] < _FRESH_LOOKS * self._look_s + _LOST_S
         self._why = str(gone) if gone else seen[1].sentence(LEAST_S) if seen and is_fresh else ""
         return self._why
+
+    def _kill_step(self) -> None:
+        """Kill a job step with a rank that gives no answer, for which srun would wait until the job's time limit."""
+        _, hang = self._hang or (0.0, None)
+        if hang is None or self._group.world.launcher != "slurm" or not shutil.which("scancel"):
+            return
+        first = min(state.rank for state in hang.waiting)
+        if first == self._tree.number and any(state.does == _SILENT for state in hang.missing):
+            step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+            say(f"job step {step} is killed: {name_ranks([state.rank for state in hang.missing])} gives no answer")
+            subprocess.run(["scancel", "--signal=KILL", step], check=False)
 
     def _first_to_raise(self, lines: Sequence[str]) -> int:
         """The first of all ranks that failed with these lines; its report is enough."""
