@@ -98,8 +98,8 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
 
 def _is_kept(followed: Follower, source: Source, node: ast.FunctionDef) -> bool:
     """Whether the project keeps a function that no line calls, as `@trainer.on("step")` or `trainer.on(step)` does."""
-    calls = [part.value for part in ast.walk(source.tree) if isinstance(part, ast.Expr)]
-    calls = [part for part in calls if isinstance(part, ast.Call)]
+    statements = (part.value for part in ast.walk(source.tree) if isinstance(part, ast.Expr))
+    calls = [value for value in statements if isinstance(value, ast.Call)]
     kept_by = [call.func for call in calls if node.name in map(ast.unparse, values_given(call))]
     marks = [*node.decorator_list, *kept_by]
     roots = {part.id for mark in marks for part in ast.walk(mark) if isinstance(part, ast.Name)}

@@ -117,7 +117,9 @@ class MutualWatch:
         first = min(state.rank for state in hang.waiting)
         if first == self._tree.number and any(state.does == _SILENT for state in hang.missing):
             step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-            say(f"job step {step} is killed: {name_ranks([state.rank for state in hang.missing])} gives no answer")
+            say(
+                f"job step {step} is killed: {name_ranks([state.rank for state in hang.missing])} gives no answer"
+            )
             subprocess.run(["scancel", "--signal=KILL", step], check=False)
 
     def _first_to_raise(self, lines: Sequence[str]) -> int:
