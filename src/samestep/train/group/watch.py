@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
 from samestep.rundir import STOP, WAITS, Pulse, own_run
-from samestep.text import name_ranks
 from samestep.tracebacks import recorded_traceback
 
 _LOOK_S = 1.0
@@ -78,6 +78,7 @@ class MutualWatch:
         world, record = self._group.world, failure_of(error, 1)
         failure = recorded_traceback(record)
         if failure.is_echo and not record.handled:
+            step = self._step_to_kill()
             # that rank may send an exit code to end with; a SIGTERM from srun must not come first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with self._speaks:
@@ -86,7 +87,9 @@ class MutualWatch:
                     why = f"another rank {'has not come' if 'imed out' in why else 'has ended'} ({why})"
                 say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
             time.sleep(_LEAVE_S)
-            self._kill_step()
+            if step:
+                say(f"job step {step} is killed, since a rank of it gives no answer")
+                subprocess.run(["scancel", "--signal=KILL", step], check=False)
             return
         if (first := self._first_to_raise(failure.lines)) != world.rank:
             say(f"rank {world.rank} of {world.size} failed as rank {first} did: {failure.exception[0]}")
@@ -102,25 +105,26 @@ class MutualWatch:
         record = failure_of(error, 1)
         if isinstance(error, SamestepError) or record.handled or not recorded_traceback(record).is_echo:
             return ""
-        until, seen = time.monotonic() + _LOST_S, self._hang
+        until, hang = time.monotonic() + _LOST_S, self._latest_hang
         while (gone := self._tree.gone()) is None and time.monotonic() < until:
             time.sleep(_LOST_S / 10)
-        is_fresh = seen is not None and until - seen[0] < _FRESH_LOOKS * self._look_s + _LOST_S
-        self._why = str(gone) if gone else seen[1].sentence(LEAST_S) if seen and is_fresh else ""
+        self._why = str(gone) if gone else hang.sentence(LEAST_S) if hang else ""
         return self._why
 
-    def _kill_step(self) -> None:
-        """Kill a job step with a rank that gives no answer, for which srun would wait until the job's time limit."""
-        _, hang = self._hang or (0.0, None)
+    @property
+    def _latest_hang(self) -> Hang | None:
+        """The hang that was seen a moment ago."""
+        at, hang = self._hang or (-inf, None)
+        return hang if time.monotonic() - at < _FRESH_LOOKS * self._look_s else None
+
+    def _step_to_kill(self) -> str:
+        """The job step of a rank that gives no answer, for which srun would wait until the job's time limit."""
+        hang = self._latest_hang
         if hang is None or self._group.world.launcher != "slurm" or not shutil.which("scancel"):
-            return
-        first = min(state.rank for state in hang.waiting)
-        if first == self._tree.number and any(state.does == _SILENT for state in hang.missing):
-            step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-            say(
-                f"job step {step} is killed: {name_ranks([state.rank for state in hang.missing])} gives no answer"
-            )
-            subprocess.run(["scancel", "--signal=KILL", step], check=False)
+            return ""
+        is_first = min(state.rank for state in hang.waiting) == self._tree.number
+        is_silent = any(state.does == _SILENT for state in hang.missing)
+        return "{SLURM_JOB_ID}.{SLURM_STEP_ID}".format_map(os.environ) if is_first and is_silent else ""
 
     def _first_to_raise(self, lines: Sequence[str]) -> int:
         """The first of all ranks that failed with these lines; its report is enough."""
