@@ -17,7 +17,8 @@ SIZES = (2, 3, 5)
 # one call, sizes that are a share's by chance, several particles for each sample, samples one by one,
 # distributions that are as long as a share by chance, a stream that draws its order, packed
 # sequences beside labels of the whole batch's length, and in a last batch of one sample, labels of a pass of their
-# own, an iterator that is older than the model
+# own, an iterator that is older than the model, sizes that
+# only the line of a draw tells
 SAMPLE = {
     "checkpointed": (2,),
     "encoder_sequence_first": (2, 3),
@@ -54,6 +55,7 @@ SAMPLE = {
     "stream_shuffled": (2, 3),
     "labels_apart": (3,),
     "begun_before_model": (3,),
+    "sized_by_line": (2, 3),
 }
 CASES = dict.fromkeys(sorted(corpus.SCRIPTS), SIZES) if LONG else SAMPLE
 # these take longest at one of their sizes

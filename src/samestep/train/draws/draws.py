@@ -24,26 +24,21 @@ from samestep.train.batch.parts import FOR_ALL, Line, Packed, Part, Places, of_p
 from samestep.train.batch.sizes import Place
 from samestep.train.batch.views import has_gaps
 from samestep.train.batch.watching import Watching
+from samestep.train.draws.guess import DEPENDENT, Guess
 from samestep.train.draws.host import DrawsOfHost, OneByOne
 from samestep.train.draws.skipping import Skipping
 from samestep.train.draws.whole import ATTENTION, RECURRENT, WholeCalls
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.nested import memory_of
-from samestep.train.passes import Rows, Share
+from samestep.train.passes import Share
 from samestep.train.script.lines import line_of_draw, named_in_call
-from samestep.train.script.sizes import fixed_sizes, is_written_out, measured
+from samestep.train.script.sizes import fixed_sizes, is_written_out
 from samestep.train.step import Spine
 
 _FILLS = (
     *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
     *("random_", "random_.from", "random_.to"),
 )
-_DEPENDENT = (
-    *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_"),
-)
-# operations that draw for activations, and never to initialise or disturb weights
-_OF_ACTIVATIONS = ("bernoulli_.float", "native_dropout", "multinomial", *ATTENTION)
 _CALL = "samestep's random streams"
 
 
@@ -58,9 +53,9 @@ class Draws(Member):
         self._pid = os.getpid()
         self._library: torch.library.Library | None = None
         self._paused = False
-        self._of_all: set[tuple[Any, ...]] = set()
         self.watching = Watching(self._spine, self.say_other)
         self._spine.subscribe(self.watching)
+        self._guess = Guess(self._spine, self.watching, self.say_other)
         self._places = Places()
         self._one_by_one = OneByOne(self._share_drawn, self.watching.may_be_samples, self.say_other)
         self._of_host = DrawsOfHost(self._share_drawn, self._part_by_shape, self._one_by_one, self.say_other)
@@ -119,7 +114,7 @@ class Draws(Member):
         self._replace("native_dropout", key, self._native_dropout)
         self._replace("native_batch_norm", key, self._batch_norm)
         self._replace("randperm.generator_out", key, self._randperm)
-        for name in _DEPENDENT:
+        for name in DEPENDENT:
             self._replace(name, key, self._remarked(name))
         for name in (*ATTENTION, RECURRENT):
             self._replace(name, key, partial(self._whole.forward, name))
@@ -168,7 +163,8 @@ class Draws(Member):
         """A draw whose first arguments are its parameters: a tensor with one element for each number, or a number."""
 
         def draw(original: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-            leading, rest = args[: len(fills)], args[len(fills) :]
+            given, rest = args[: len(fills)], args[len(fills) :]
+            leading = (*given, *fills[len(given) :])  # normal(mean) leaves out its last parameter
             like = torch.broadcast_tensors(*filter(torch.is_tensor, leading))[0]  # type: ignore[no-untyped-call]
             # parameters that are older than the batch, such as a prior's mean, make a draw that is equal on all ranks
             older = self.watching.is_older(like, self._spine.origins.at_hand)
@@ -198,12 +194,12 @@ class Draws(Member):
             return self._drawn_whole("multinomial", 1.0)(original, weights, count, *args, **kwargs)
         assert share is not None
         rows, named = share.rows, named_in_call()
-        if len(weights) == rows.mine and not self._is_of_weights("multinomial", weights.shape, share):
+        if len(weights) == rows.mine and not self._guess.is_of_weights("multinomial", weights.shape, share):
             self.say_other("multinomial", "a choice among this rank's samples is none among the whole batch")
         elif count == rows.mine and count in [value for value in named if type(value) is int]:
             return original(weights, rows.all, *args, **kwargs)[rows.start :][:count].clone()
         else:
-            self._look_for_multiple("multinomial", torch.Size([count]), rows)
+            self._guess.look_for_multiple("multinomial", torch.Size([count]), rows)
         return original(weights, count, *args, **kwargs)
 
     def _native_dropout(self, original: Any, input: torch.Tensor, p: float, train: bool | None) -> Any:
@@ -275,20 +271,23 @@ class Draws(Member):
         share = self._share_drawn()
         if share is None or not all(shape):
             return None
-        part = self._guessed((name, len(shape), line_of_draw()), shape, share)
+        part = self._guess.part((name, len(shape), line_of_draw()), shape, share)
         return None if part is FOR_ALL else part
 
     def _part(self, name: str, tensor: torch.Tensor, generator: Any = None) -> Part | None:
         """Which part of the whole batch's draw this draw is; None where all ranks make the same draw."""
         share, shape = self._share_drawn(), tensor.shape
-        if share is None or not tensor.numel() or not shape:
+        if share is None or not tensor.numel():
+            return None
+        if not shape:
+            self._one_by_one.note(name)
             return None
         if self.packed is not None and shape[0] == (rows := self.packed.rows).rows.mine:
             return rows
         line = name, tensor.dim(), line_of_draw()
         self._watch(line, tensor)
         known = self._places.part(line, self.watching.in_model, shape, share)
-        part = known or self._guessed(line, shape, share)
+        part = known or self._guess.part(line, shape, share)
         # a loop over samples may call a model with all of them each time; the first batch shows it
         if part is FOR_ALL or self.watching.places is not None:
             self._one_by_one.note(name)
@@ -305,95 +304,3 @@ class Draws(Member):
             return
         place = Place(None) if all(fixed_sizes(tensor.dim())) else watching.places.place(tensor)
         self._places.note(line, watching.in_model, tensor.shape, place)
-
-    def _guessed(self, line: Line, shape: torch.Size, share: Share) -> Part:
-        """The part by the shape alone, where no watched call has shown the place of the batch."""
-        if all(sizes := fixed_sizes(len(shape))):
-            return FOR_ALL
-        fits = (fit for fit in self._spine.origins.open_shares if fit.mine in shape[:2])
-        rows, name, known = next(fits, share).rows, line[0], (tuple(shape), line)
-        in_model, is_beside = self.watching.in_model, not self.watching.is_in_call
-        ragged = {laid.rows for laid in share.of.ragged.values() if laid.rows.mine == shape[0] != rows.mine}
-        if len(ragged) == 1:
-            return Part(0, ragged.pop())
-        is_unknown = sizes[:2] != [True, False] and name not in (*_DEPENDENT, *ATTENTION, RECURRENT)
-        if in_model and shape[:2] == (rows.mine, rows.mine) and is_unknown:
-            why = "its first two dimensions have the size of this rank's share, and which is the batch's is not known"
-            self.say_other(name, why, "may not")
-        # (24, 8) may be 3 rows for each of 8 samples
-        several = in_model and name in _OF_ACTIVATIONS and rows.mine > 1 and shape[0] % rows.mine == 0
-        is_in_front = shape[0] == rows.mine
-        if (is_in_front or (shape[1:2] == (rows.mine,) and not several)) and known not in self._of_all:
-            if is_beside and self._is_of_weights(name, shape, share):
-                return FOR_ALL
-            return Part(int(not is_in_front or self._is_second(shape, rows, sizes, share)), rows)
-        if is_beside:
-            self._look_for_multiple(name, shape, rows)
-        elif name in _OF_ACTIVATIONS:
-            why = (
-                f"where among those of all ranks its {shape[0]} rows are is not known, as where a mask chooses them or "
-                "a model is called with several for each sample; give the samples a dimension of their own"
-            )
-            self.say_other(name, why, "may not")
-        self._of_all.add(known)
-        return FOR_ALL
-
-    @staticmethod
-    def _is_second(shape: torch.Size, rows: Rows, sizes: list[bool], share: Share) -> bool:
-        """Whether the batch is in the second of two equal dimensions, as where the batch itself has time first."""
-        if shape[1:2] != shape[:1]:
-            return False
-        has_time = any(ragged.dim == 1 and ragged.rows == rows for ragged in share.of.ragged.values())
-        return has_time or (sizes[:2] == [True, False] and len(sizes) == len(shape))
-
-    def _is_of_weights(self, name: str, shape: torch.Size, share: Share) -> bool:
-        """Whether the variables in a call show that its draw is for weights; prints a remark where they do not tell."""
-        values = named_in_call()
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        batch = [tensor for _, tensor in share.of.tensors()]
-        is_sized = len(shape) == 1 and shape[0] in [value for value in values if type(value) is int]
-        if is_sized or any(tensor is given for tensor in tensors for given in batch):
-            return False
-        weights = list(self._spine.models.parameters())
-        memory = {memory_of(held) for weight in weights for held in (weight, weight.grad) if held is not None}
-        others = [tensor for tensor in tensors if memory_of(tensor) not in memory]
-        if tensors and not others:
-            return True
-        is_computed = any(other.grad_fn is not None for other in others)
-        is_sized = isinstance(sized := measured(), torch.Tensor) and memory_of(sized) not in memory
-        if is_computed or is_sized or shape not in {weight.shape for weight in weights}:
-            return False
-        is_of_weights = bool(others) and not any(given.shape == shape for given in batch)
-        self.say_other(
-            name,
-            f"its shape is a parameter's and may be that of this rank's samples, and it is taken for "
-            f"{'a draw for weights' if is_of_weights else 'one for samples'}; name the parameter or the batch in the "
-            "call, as in torch.randn_like(parameter)",
-            "may not",
-        )
-        return is_of_weights
-
-    def _look_for_multiple(self, name: str, shape: torch.Size, rows: Rows) -> None:
-        """Print a remark where a draw has several numbers for each sample in unknown order, or counts samples."""
-        if rows.mine < 2 or shape[0] == rows.mine:
-            return
-        weights = {memory_of(weight) for weight in self._spine.models.parameters()}
-        if shape[0] < rows.mine or shape[0] % rows.mine:
-            source = measured()
-            is_counted = isinstance(source, torch.Tensor) and source.shape[:1] == (rows.mine,)
-            if is_counted and memory_of(source) not in weights:
-                why = f"its {shape[0]} numbers are counted by this rank's samples, and are not one for each; draw as"
-                self.say_other(name, f"{why} many as there are samples, as in torch.rand(len(x))")
-            return
-        values = named_in_call()
-        is_sized = rows.mine in [value for value in values if type(value) is int]
-        alike = [value for value in values if isinstance(value, torch.Tensor) and value.shape == shape]
-        if is_sized or any(memory_of(value) not in weights for value in alike):
-            times = shape[0] // rows.mine
-            remedy = f"the samples a dimension of their own, as in ({rows.mine}, {times})"
-            if name == "multinomial":
-                remedy = (
-                    f"each sample a row of weights, as in multinomial(weights.expand(len(x), -1), {times})"
-                )
-            why = f"{shape[0]} numbers are {times} for each of this rank's {rows.mine} samples, in an order that is not"
-            self.say_other(name, f"{why} known; give {remedy}", "does not" if is_sized else "may not")

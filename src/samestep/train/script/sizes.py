@@ -53,7 +53,7 @@ def _scripts_draw() -> tuple[FrameType | None, ast.AST | None]:
     """The script's call that has the sizes of a draw, and its frame: of torch.empty(3).normal_() the first call."""
     frame, call = scripts_call()
     while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        if not isinstance(call.func.value, ast.Call):
+        if not isinstance(call.func.value, ast.Call) or _sizes_in(call):
             break
         call = call.func.value
     return frame, call
@@ -148,12 +148,12 @@ def measured() -> Any:
 
 
 def copied() -> Any:
-    """The tensor whose sizes the script's draw has all, as x in randn(x.shape) or empty(x.size()).normal_()."""
+    """The tensor whose sizes or number of elements the script's draw has: x in randn(x.shape) or rand(x.numel())."""
     frame, call = _scripts_draw()
     match _sizes_in(call) if isinstance(call, ast.Call) else []:
         case [
             ast.Attribute(attr="shape", value=tensor)
-            | ast.Call(func=ast.Attribute(attr="size", value=tensor), args=[])
+            | ast.Call(func=ast.Attribute(attr="size" | "numel", value=tensor), args=[])
         ]:
             return _source_of_length(tensor, frame, 0)
     return None
