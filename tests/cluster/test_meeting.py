@@ -105,7 +105,8 @@ def test_a_sites_suffix_chooses_the_network(srun, tmp_path):
 
 _STOPPED = """
 import os, signal, samestep
-world = samestep.init(timeout=9)
+from datetime import timedelta
+world = samestep.init(timeout=timedelta(seconds=9))
 if world.rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 samestep.sum(1)
