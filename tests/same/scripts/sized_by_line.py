@@ -14,9 +14,16 @@ samestep.init()
 train = samestep.loader(TensorDataset(torch.randn(47, 6)), batch_size=10, shuffle=True)
 model = samestep.replicate(nn.Linear(6, 6), same=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def drawn(n):
+    return torch.randn(n)
+
+
 for _ in range(2):
     for (x,) in train:
-        noise = torch.rand(x.numel()).view_as(x)
+        n = len(x)
+        noise = torch.rand(x.numel()).view_as(x) + drawn(6) * drawn(5).sum() + drawn(n)[:, None]
         noise += torch.randn(3, 6, len(x)).permute(2, 1, 0).mean(2)
         noise += torch.normal(x)
         noise += Normal(x, x.abs() + 0.1).rsample((4,)).mean(0)

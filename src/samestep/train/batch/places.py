@@ -144,7 +144,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
             _, probe, sure, *_ = self._traced(result)
         if isinstance(result, torch.Tensor):
-            if not self._makes_sense(result, probe):
+            if not self._sizes.fits(result, probe):
                 probe, sure = self._run_probes(func, args, kwargs, as_guessed=False)
             probe, sure = self._without_tensors(func._opname, args, result, probe, sure)
         operands = [self._traced(tensor) for _, tensor in named_tensors((args, kwargs))]
@@ -184,7 +184,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_changed(self, result: Any, args: Any, probe: Any) -> None:
         """Store the probe of a tensor that was changed in place, where this operation shows one."""
         if isinstance(result, torch.Tensor):
-            probe = probe if self._makes_sense(result, probe) else self._filled(result, args)
+            probe = probe if self._sizes.fits(result, probe) else self._filled(result, args)
             if probe is not None:
                 self._store(self._traced(result)._replace(probe=probe, sure=True))
 
@@ -241,7 +241,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if probe is None or (not sure and tensor.shape == probe.shape):
             probe = self._coming_probe
         probe = self._probe_by_script(tensor) if probe is None else probe
-        if probe is None or not self._makes_sense(tensor, probe):
+        if probe is None or not self._sizes.fits(tensor, probe):
             return None
         if (place := self._sizes.batch_in(tensor, probe)) is None:
             return Place(None)
@@ -267,17 +267,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if probe.shape[0] == source.shape[0]:
             return meta_of(result) if probe.shape == source.shape else None
-        sizes[0] = probe.shape[0]
-        return meta_of(result, sizes) if result.shape[0] == source.shape[0] else None
-
-    def _makes_sense(self, tensor: torch.Tensor, probe: Any) -> bool:
-        """Whether a tensor and a probe have the same dimensions, but for the batch."""
-        if not isinstance(probe, torch.Tensor) or probe.dim() != tensor.dim():
-            return False
-        with suppress(LookupError):
-            self._sizes.batch_in(tensor, probe)
-            return True
-        return False
+        is_flat = copied() is source and result.shape == (source.numel(),)
+        sizes[0] = probe.numel() if is_flat else probe.shape[0]
+        return meta_of(result, sizes) if is_flat or result.shape[0] == source.shape[0] else None
 
     def _run_probes(self, func: Any, args: Any, kwargs: Any, *, as_guessed: bool = True) -> tuple[Any, bool]:
         """The operation's result on probes, None where it fails, and whether it is sure."""

@@ -126,6 +126,15 @@ class BatchSizes:
                 return dim, batch
         raise LookupError
 
+    def fits(self, tensor: torch.Tensor, probe: Any) -> bool:
+        """Whether a tensor and a probe have the same dimensions, but for the batch."""
+        if not isinstance(probe, torch.Tensor) or probe.dim() != tensor.dim():
+            return False
+        with suppress(LookupError):
+            self.batch_in(tensor, probe)
+            return True
+        return False
+
     def reordered(
         self, name: str, args: Sequence[Any], result: Any, traced: Callable[[torch.Tensor], Traced]
     ) -> tuple[torch.Tensor, tuple[int, ...]] | None:

@@ -20,20 +20,23 @@ _NOT_THE_MODELS = (
 )
 _NOT_THE_SCRIPTS = (_LAYERS, *_NOT_THE_MODELS)
 _CHECKPOINT = torch.utils.checkpoint.__file__
+_LINES = (
+    2  # a function of the script may draw for the samples, and for other things where another line calls it
+)
 
 
 def line_of_draw() -> tuple[Any, ...]:
-    """A key of the draw: the calls from the script's line, or from a checkpointed segment, down to the draw."""
+    """A key of the draw: the calls from the script's line and its caller's, or from a checkpointed segment, to it."""
     frame: FrameType | None = sys._getframe(1)
     calls: list[Any] = []
-    while frame is not None:
+    num_lines = 0
+    while frame is not None and num_lines < _LINES:
         file = frame.f_code.co_filename
         if file == _CHECKPOINT:
             break
         if not file.startswith(_NOT_THE_MODELS):
             calls += (frame.f_code, frame.f_lasti)
-            if not file.startswith(_LAYERS):
-                break
+            num_lines += not file.startswith(_LAYERS)
         frame = frame.f_back
     return tuple(calls)
 

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,10 @@ import torch
 from samestep.train.script.lines import call_in, scripts_call, scripts_frame, tree_of, value_of
 
 _SAMPLED = {"sample", "rsample"}
-_SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full"}
+_SIZED_CALLS = {
+    *("rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full"),
+    *("Tensor", "FloatTensor", "DoubleTensor", "new", "new_empty", "new_zeros", "new_ones"),
+}
 # for each of NumPy's draws the position of `size`, read from the signature in the first line of its docstring
 SIZE_AT = {"ranf": 0, "sample": 0} | {
     name: names.index("size")
@@ -266,8 +269,9 @@ def _has_all_samples(value: Any, mine: int) -> bool:
 
 def _set_to(name: str, frame: FrameType) -> tuple[list[_Value], bool]:
     """What the script sets a variable to, by assignments and then by calls, and whether that is all."""
-    values, caller = assigned_to(frame.f_code.co_filename, name, ast.Name), scripts_frame(frame.f_back)
-    arguments = _arguments_for(frame, name)
+    code, caller = frame.f_code, scripts_frame(frame.f_back)
+    scope = _function_of(code) if name in code.co_varnames + code.co_cellvars else None
+    values, arguments = assigned_to(code.co_filename, name, ast.Name, scope), _arguments_for(frame, name)
     given: list[_Value] = [
         *((value, frame) for value in values or ()),
         *((arg, caller) for arg in arguments or ()),
@@ -285,9 +289,9 @@ def _arguments_for(frame: FrameType, name: str) -> list[ast.expr] | None:
     if not isinstance(call, ast.Call) or any(isinstance(arg, ast.Starred) for arg in call.args):
         return None
     called = _name_of(call.func)
-    if called != code.co_name and code.co_name not in ("forward", "__call__", "__init__"):
+    if called != code.co_name and code.co_name not in ("forward", "__call__", "__init__", "<lambda>"):
         return None
-    is_method = called != code.co_name or code.co_varnames[0] == "self"
+    is_method = code.co_name != "<lambda>" and (called != code.co_name or code.co_varnames[0] == "self")
     at = parameters.index(name) - is_method
     by_keyword = [keyword.value for keyword in call.keywords if keyword.arg in (name, None)]
     return by_keyword or call.args[at : at + 1] or [ast.Constant(None)]  # a default counts as written out
@@ -314,9 +318,26 @@ def _iterables_of(loop: ast.AST) -> list[ast.expr]:
 
 
 @functools.cache
-def assigned_to(file: str, name: str, kind: type[ast.Name] | type[ast.Attribute]) -> list[ast.expr] | None:
-    """All values that a file assigns to variables, or attributes, of this name; None where some are not known."""
-    nodes = list(ast.walk(tree_of(file)))
+def _function_of(code: CodeType) -> ast.AST | None:
+    """The function in its file's text; None for a module, a class and a comprehension."""
+    for node in ast.walk(tree_of(code.co_filename)):
+        if (
+            isinstance(node, ast.FunctionDef | ast.Lambda)
+            and getattr(node, "name", "<lambda>") == code.co_name
+        ):
+            marks = getattr(node, "decorator_list", [])
+            if min(part.lineno for part in (node, *marks)) == code.co_firstlineno:
+                return node
+    return None
+
+
+@functools.cache
+def assigned_to(
+    file: str, name: str, kind: type[ast.Name] | type[ast.Attribute], scope: ast.AST | None = None
+) -> list[ast.expr] | None:
+    """All values that a file, or this function in it, assigns to variables, or attributes, of this name."""
+    # None where some are not known
+    nodes = list(ast.walk(scope or tree_of(file)))
     values = [
         value
         for node in nodes
