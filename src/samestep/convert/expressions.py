@@ -5,9 +5,9 @@ import builtins
 from dataclasses import replace
 from typing import Any
 
-from samestep.convert.decisions import Decisions
+from samestep.convert.elements import Elements
 from samestep.convert.project import Function, Scope
-from samestep.convert.signatures import NAMED, NUMBERED, counted, turned
+from samestep.convert.signatures import NAMED, counted, turned
 from samestep.convert.source import Edit
 from samestep.convert.values import (
     LENGTH,
@@ -17,7 +17,6 @@ from samestep.convert.values import (
     TURNED,
     Kind,
     Loop,
-    Sum,
     Value,
     combined,
     join,
@@ -37,7 +36,7 @@ _OBJECTS = {"instance", "loader", "list", "function", "model", "metric"}
 _TEXTS = ("__format__", "__str__", "__repr__")
 
 
-class Expressions(Decisions):
+class Expressions(Elements):
     """The value of an expression by its syntax; a method for each type of node."""
 
     def value(self, node: ast.AST | None) -> Value:
@@ -133,14 +132,6 @@ class Expressions(Decisions):
             return Value("function", replace(base.of.find("forward").of, bound=context))
         return base.of.find(name) or Value()
 
-    def shape(self, rows: Value) -> Value:
-        count, is_second = counted(rows, self.batches), rows.kind in TURNED
-        is_either = self._has_time_first()
-        return Value("list", {**dict.fromkeys([int(is_second), 1][: 1 + is_either], count), None: Value()})
-
-    def _has_time_first(self) -> bool:
-        return self.batches is not None and not self.batches.sizes.isdisjoint(self.time_first)
-
     def of_instance(self, base: Value, name: str) -> Value:
         if name == "__dict__":
             fields = [value for value in base.of.scope.names.values() if value.is_shared]
@@ -162,70 +153,6 @@ class Expressions(Decisions):
         if result.is_shared and returned is not None:
             result = replace(result, origin=(returned, function.source, ()))
         return replace(result, edits=None)
-
-    def _subscript(self, node: ast.Subscript) -> Value:
-        base, index = self.value(node.value), self.value(node.slice)
-        if (known := self._set_before(node)) is not None:
-            return known
-        if base.kind == "instance" and (method := base.of.of.find("__getitem__")):
-            element = self.run(replace(method.of, bound=base), [base, index], {}, None)
-            return element if element.is_shared else base.bare
-        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        if base.kind in ("list", "dict"):
-            if isinstance(base.of.get(None, Value()).of, Sum):
-                return Value(Kind.OTHER, "is of single batches")
-            if isinstance(node.slice, ast.Slice) and node.slice.lower is not None:
-                return join(*(part for key, part in base.of.items() if key != 0))
-            return base if isinstance(node.slice, ast.Slice) else self.part_of(base, key)
-        if base.kind == Kind.ROWS and key == "loss":
-            return self.loss_of_model(node)
-        is_tensor = isinstance(node.slice, ast.Tuple)
-        if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS) or (base.kind == Kind.BATCH and is_tensor):
-            return self.rows_at(node, base, index)
-        if base.kind == Kind.ALIKE and index.is_shared:
-            return self._chosen_by(node.slice, index)
-        if base.kind in (Kind.BATCH, *TURNED):
-            is_row = not isinstance(node.slice, ast.Slice) or base.kind == Kind.BATCH
-            return Value(Kind.ROWS if is_row else base.kind)
-        # the index may need a total of its own
-        return other(base.of, base) if base.kind == Kind.OTHER and index.is_shared else base.bare
-
-    def _chosen_by(self, node: ast.expr, index: Value) -> Value:
-        """What an index that depends on a share chooses from a value that is equal on all ranks."""
-        if index.of == NUMBERED:
-            return other(NUMBERED)
-        if isinstance(index.origin and index.origin[0], ast.Compare):
-            edits = index.edits or self.edits_of(node, index)
-            return replace(other("is chosen by a mask of a share"), edits=edits)
-        if index.kind not in (*ROWS, Kind.ROW):
-            return other("is chosen by a number of a share", index)
-        return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)
-
-    def rows_at(self, node: ast.Subscript, base: Value, index: Value) -> Value:
-        first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
-        is_all = isinstance(first, ast.Slice) and first.lower is first.upper is None
-        if isinstance(first, ast.Constant):
-            is_all = first.value in (None, Ellipsis) or isinstance(first.value, str)
-            if first.value is None and base.kind == Kind.ROWS and not self.in_forward:
-                return Value(Kind.COLUMNS)
-        if isinstance(first, ast.Slice) and base.kind == Kind.VIEWS:
-            bounds = [self.value(at).kind for at in (first.lower, first.upper) if at]
-            if bounds and {*bounds} <= {Kind.COUNT, Kind.PART}:
-                is_first = bounds == [Kind.COUNT] and first.lower is None
-                return Value(Kind.ROWS if is_first else Kind.VIEWS)
-        if isinstance(first, ast.Slice) and first is not node.slice and self._has_time_first():
-            is_all = not index.is_shared  # tgt[:-1, :] cuts time
-        along = Value() if is_all else self.value(first)
-        if along.kind == Kind.OTHER and along.of == NUMBERED and first is not node.slice:
-            return Value(Kind.ROWS)  # an element of each row, as in x[np.arange(len(x)), y]
-        if along.kind in (Kind.ROW, Kind.OTHER):
-            return along.bare if along.kind == Kind.ROW else other(along.of, along)
-        if is_all or self.in_forward:
-            return Value(Kind.ROWS if base.kind == Kind.BATCH else base.kind)
-        if index.is_shared:
-            # an index along the rows chooses some of them; another one chooses within each row
-            return Value(Kind.SOME if first is node.slice or along.kind in ROWS else Kind.ROWS)
-        return Value(Kind.OTHER, "is of some samples of a share")
 
     def _binop(self, node: ast.BinOp) -> Value:
         nodes = (node.left, node.right)
