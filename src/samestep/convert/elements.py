@@ -30,7 +30,9 @@ class Elements(Decisions):
         is_tensor = isinstance(node.slice, ast.Tuple)
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS) or (base.kind == Kind.BATCH and is_tensor):
             return self.rows_at(node, base, index)
-        if base.kind == Kind.ALIKE and index.is_shared:
+        # a parameter at the samples' numbers, and not a layer of a list
+        is_parameter = base.kind == "model" and index.kind in (*ROWS, "list")
+        if (base.kind == Kind.ALIKE or is_parameter) and index.is_shared:
             return self._chosen_by(node.slice, index)
         if base.kind in (Kind.BATCH, *TURNED):
             is_row = not isinstance(node.slice, ast.Slice) or base.kind == Kind.BATCH
@@ -42,6 +44,8 @@ class Elements(Decisions):
         """What an index that depends on a share chooses from a value that is equal on all ranks."""
         if index.of == NUMBERED:
             return other(NUMBERED)
+        if isinstance(node, ast.Tuple) and not any(isinstance(part, ast.Slice) for part in node.elts):
+            index = join(*index.parts)  # as in steps[before, after]
         if isinstance(index.origin and index.origin[0], ast.Compare):
             edits = index.edits or self.edits_of(node, index)
             return replace(other("is chosen by a mask of a share"), edits=edits)

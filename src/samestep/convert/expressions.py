@@ -2,13 +2,14 @@
 
 import ast
 import builtins
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from samestep.convert.elements import Elements
 from samestep.convert.project import Function, Scope
 from samestep.convert.signatures import NAMED, counted, turned
-from samestep.convert.source import Edit
+from samestep.convert.source import Edit, makes_column
 from samestep.convert.values import (
     LENGTH,
     NUMBERS,
@@ -18,6 +19,7 @@ from samestep.convert.values import (
     Kind,
     Loop,
     Value,
+    Values,
     combined,
     join,
     makes_pairs,
@@ -33,6 +35,7 @@ _COPIED = (
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
 _OF_PATHS = (ast.Call, ast.BinOp, ast.JoinedStr, ast.FormattedValue, ast.Attribute)
 _OBJECTS = {"instance", "loader", "list", "function", "model", "metric"}
+_BATCHES = {"instance", "list", "dict", Kind.BATCH}
 _TEXTS = ("__format__", "__str__", "__repr__")
 
 
@@ -170,15 +173,17 @@ class Expressions(Elements):
             parts = [*left.parts, *right.parts]
             of = dict(enumerate(parts)) if are_known else {None: join(*parts)}
             return Value("list", of, models_of(left, right))
-        result = combined(node.op, left, right) if left.is_shared or right.is_shared else Value()
-        result = self._pairs({left.kind, right.kind}) or result
+        are_shared = left.is_shared or right.is_shared
+        result = combined(node.op, left, right, self.batches) if are_shared else Value()
+        if not isinstance(node.op, ast.MatMult):
+            result = self._pairs({left.kind, right.kind}) or result
         return replace(result, models=models_of(left, right))
 
     def _pairs(self, kinds: set[str]) -> Value | None:
         return Value(Kind.OTHER, PAIRS) if makes_pairs(kinds) and not self.in_forward else None
 
     def _unaryop(self, node: ast.UnaryOp) -> Value:
-        return self.value(node.operand).bare
+        return replace(self.value(node.operand).bare, origin=(node, self.source, ()))
 
     def _boolop(self, node: ast.BoolOp) -> Value:
         values = [self.value(operand) for operand in node.values]
@@ -192,14 +197,25 @@ class Expressions(Elements):
             return Value(text=str(holds))
         if any(operand.kind == "none" for operand in values):
             return Value()
+        are_keys = values[-1].kind == Kind.BATCH or (values[-1].kind == "dict" and None not in values[-1].of)
+        if isinstance(node.ops[0], ast.In | ast.NotIn) and are_keys and not values[0].is_shared:
+            return Value()
         kinds = {operand.kind for operand in values if operand.is_shared}
         is_zero = isinstance(nodes[-1], ast.Constant) and nodes[-1].value == 0
         if kinds == {Kind.ROW} or (kinds == {Kind.COUNT} and is_zero):
             # every process has at least one sample
             return Value(Kind.ROW if Kind.ROW in kinds else Kind.ALIKE)
+        if kinds == {Kind.ROWS} and isinstance(node.ops[0], ast.Eq) and self._are_across(nodes, values):
+            return turned(Value(Kind.ROWS))
         if kinds <= ROWS:
             return self._pairs(kinds) or (rows_of(kinds) if kinds else Value())
         return other("is a comparison of this rank's values", *values)
+
+    def _are_across(self, nodes: Sequence[ast.expr], values: Values) -> bool:
+        """Whether samples come along the second dimension, as in `y == ids[:, None]`, where all ranks have `ids`."""
+        made = [value.origin[0] if value.origin else node for node, value in zip(nodes, values, strict=True)]
+        columns = [value.kind for node, value in zip(made, values, strict=True) if makes_column(node)]
+        return columns == [Kind.ALIKE] and not self.in_forward
 
     def _ifexp(self, node: ast.IfExp) -> Value:
         if (known := self.decided(node.test)) is not None:
@@ -260,6 +276,10 @@ class Expressions(Elements):
             value = join(value, self.kept(self.value(element)))
             self.known[element] = join(self.known[element], value)
         kinds = {loop.kind for loop in self.loops[loops:]}
+        if isinstance(node, ast.GeneratorExp) and kinds == {"batches"} and value.kind in _BATCHES:
+            del self.loops[loops:]
+            self.frame.scope = scope
+            return Value("each", replace(loop_over, element=value))  # another loop goes over it
         batches = self.batches
         are_rows = value.kind == Kind.ROWS and batches and not (batches.trains or batches.lends)
         are_rows = are_rows and "batches" in kinds
@@ -302,6 +322,8 @@ class Expressions(Elements):
         if over.kind == "instance" and (method := over.of.of.find("__iter__")) is not None:
             inner = self.run(replace(method.of, bound=over), [over], {}, None)
             return self._each_next(over) if inner.of is over.of else self.each(inner)
+        if over.kind == "instance" and self.is_model(over):
+            return Loop(Value("model", over.of.key))  # the layers of a Sequential, or of a ModuleList
         if over.kind in (Kind.BATCH, *TURNED):
             return Loop(Value(Kind.ROWS))
         if over.kind == "loader":

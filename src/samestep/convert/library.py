@@ -23,10 +23,11 @@ from samestep.convert.signatures import (
     of_tensors,
     over_rows,
     places_found,
+    reduced,
     turned,
     turns,
 )
-from samestep.convert.source import Edit, values_given
+from samestep.convert.source import Edit, is_unpacked, values_given
 from samestep.convert.totals import MEANS_OF_LISTS
 from samestep.convert.values import (
     NUMBERS,
@@ -36,6 +37,7 @@ from samestep.convert.values import (
     Loop,
     Value,
     Values,
+    constants_in,
     join,
     key_of,
     models_of,
@@ -69,6 +71,7 @@ class Library(Python):
 
     def method(self, node: ast.Call, base: Value, name: str) -> Value:
         """The value of a method of a tensor, number, list or dict; a container may have been joined to one value."""
+        node = self._unpacked(node) if any(map(is_unpacked, (*node.args, *node.keywords))) else node
         values = [base, *map(self.value, values_given(node))]
         is_tensor = base.kind in (Kind.ROWS, Kind.SOME) and name not in ("append", "extend")
         if name in NAMED["list"] and not is_tensor:
@@ -90,6 +93,20 @@ class Library(Python):
         values = self.together([node.func.value, *node.args], values)  # type: ignore[attr-defined]
         return self._of_tensors(name, node, values, node.args)
 
+    def _unpacked(self, node: ast.Call) -> ast.Call:
+        """The call, with the constants for which its `*args` and `**options` stand, if these are known."""
+        args, options = list[ast.expr](), list[ast.keyword]()
+        for part in node.args:
+            given = self.value(part.value) if isinstance(part, ast.Starred) else Value()
+            args += constants_in(given, part) if given.kind == "list" else [part]
+        for option in node.keywords:
+            given = self.value(option.value) if option.arg is None else Value()
+            made = map(ast.keyword, given.of or (), constants_in(given, option.value))
+            options += made if given.kind == "dict" else [option]
+        unpacked = ast.copy_location(ast.Call(node.func, args, options), node)
+        self.source.parents[unpacked] = self.source.parents[node]
+        return unpacked
+
     def _is_fixed(self, size: ast.expr | None) -> bool:
         """Whether a size in a shape is not the rest of the shape, and the same on all ranks."""
         is_rest = isinstance(size, ast.UnaryOp | ast.Starred) or getattr(size, "value", 0) == 1
@@ -98,7 +115,8 @@ class Library(Python):
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
         if name in NAMED["fact"]:
             return Value()
-        if (special := self._of_graphs(name, node, dims) or places_found(name, node)) is not None:
+        special = self._of_graphs(name, node, dims) or places_found(name, node)
+        if (special := special or self._over_second(name, node, values[0], dims)) is not None:
             return special
         if name == "squeeze" and values[0].kind in ROWS and not (dims or node.keywords):
             self.squeezed(node, values[0], (*node.args, getattr(node.func, "value", node.func))[0])
@@ -117,13 +135,21 @@ class Library(Python):
         named = [self.constant(option.value) for option in node.keywords if option.arg in DIMENSIONS]
         dims = [*map(self.constant, dims)]
         is_reduction = name in NAMED["sum"] | NAMED["mean"]
-        are_chosen = any(isinstance(part, ast.Name) for part in (named or dims))
+        are_chosen = any(isinstance(part, ast.Name | ast.Starred) for part in (named or dims))
         if is_reduction and are_chosen and values[0].kind in ROWS and not self.in_forward:
             return other(CHOSEN)
         # the first dimension of what is stacked is that of the list, in forward too
         is_stacked = values[0].kind in TURNED and is_reduction
         is_over_rows = over_rows([*named, *dims_of(name, dims)], 0 if is_stacked else self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
+
+    def _over_second(self, name: str, node: ast.Call, base: Value, dims: list[ast.expr]) -> Value | None:
+        """The sum or mean over the second dimension, if the samples are there."""
+        named = [option.value for option in node.keywords if option.arg in DIMENSIONS]
+        is_second = [getattr(dimension, "value", None) for dimension in named or dims] == [1]
+        is_reduction = name in NAMED["sum"] | NAMED["mean"] and base.kind in TURNED and not self.in_forward
+        rows = Value(Kind.ROWS)
+        return reduced(name, rows, True, True, self.batches) if is_reduction and is_second else None
 
     def _of_graphs(self, name: str, node: ast.Call, dims: list[ast.expr]) -> Value | None:
         """The number of graphs, or of each graph's nodes, from the numbers of graphs that a model gets."""
@@ -137,12 +163,16 @@ class Library(Python):
     def _of_list(self, node: ast.Call, base: Value, name: str, values: Values) -> Value:
         if name in ("append", "extend") and base.kind not in (Kind.BATCH, Kind.PART) and len(node.args) == 1:
             return self.put(node, node.func.value, values[1])  # type: ignore[attr-defined]
+        if name == "update" and self.merged(node, node.func.value):  # type: ignore[attr-defined]
+            return Value()
         if name == "scale":
             return join(*values[1:])
         if name == "items" and (base.parts or base.is_shared):
             loop = self.each(replace(base, kind="list") if base.kind == "dict" else base)
             return Value("each", loop.mapped(lambda element: Value("list", {0: Value(), 1: element})))
-        if base.parts or base.kind in NUMBERS:
+        if name == "keys" and (base.kind == Kind.BATCH or (base.kind == "dict" and None not in base.of)):
+            return Value()
+        if base.parts or base.kind in (*NUMBERS, Kind.BATCH):
             if name in ("values", "copy"):
                 return replace(base, kind="list") if base.kind == "dict" and name == "values" else base
             if name in ("get", "pop", "setdefault"):

@@ -123,6 +123,8 @@ class Learnt:
 
     eager: set[ast.expr] = field(default_factory=set)  # totalled in the loop, because their sum is used there
     trains: dict[Any, int] = field(default_factory=dict)
+    # of loops in generators: whether the loops that get their batches train
+    feeds: dict[Any, int] = field(default_factory=dict)
     serial: dict[ast.expr, str] = field(default_factory=dict)  # loaders that stay torch's own, and why
 
 

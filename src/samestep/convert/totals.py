@@ -266,17 +266,15 @@ class Totals(Following):
         if is_own or value.of == STACKS:
             return None
         if callee.of in MEANS_OF_LISTS and self.known[node.args[0]].kind == "list":
-            text = self.source.text(node.args[0])
             is_part = join(*self.known[node.args[0]].parts).kind == Kind.PART
-            mean = f"samestep.sum(sum({text})) / max(samestep.gather([len({text})]))"
-            is_name = text.replace(".", "").isidentifier()
-            return (self.source.replaced(node, mean),) if is_part and is_name else None
+            batches, is_name = node.args[0], isinstance(node.args[0], ast.Name | ast.Attribute)
+            return self._mean_of_batches(node, batches) if is_part and is_name else None
         names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
         used = filter(None, map(self.frame.scope.find, names))
         is_late = any(part.edits for part in used if part.kind != Kind.VIEWS)
         is_sum = value.kind in _SUMMED and not is_late and name_of(node) != "tolist"
-        # a list of tensors is gathered after it has been joined
-        is_joined = str(callee.of).startswith("torch.") and value.kind == Kind.ROWS
+        # a list of tensors or arrays is gathered after it has been joined
+        is_joined = str(callee.of).startswith(("torch.", "numpy.")) and value.kind == Kind.ROWS
         is_joined = is_joined and bool(node.args) and self.known[node.args[0]].kind == "list"
         # a distribution cannot be gathered, and what it gives can
         is_given = name_of(node) in NAMED["of_spread"] or str(callee.of).endswith("kl_divergence")
@@ -287,6 +285,12 @@ class Totals(Following):
         if callee.kind in _OURS and not is_over_tokens:
             return None
         return self._inside(node, is_over_tokens)
+
+    def _mean_of_batches(self, node: ast.Call, batches: ast.expr) -> Edits:
+        """The edits for a mean over a list with a number for each batch, of which a rank may have fewer, or none."""
+        source, text = self.source, self.source.text(batches)
+        part = f" * (len({text}) / max(samestep.gather([len({text})]))))"
+        return (*source.wrapped(node, "samestep.sum(", part), *source.wrapped(batches, "", " or [0.0]"))
 
     def _wrapped(self, node: ast.expr, value: Value) -> Edits | None:
         """The edits around an expression whose kind can be combined; None for other kinds."""
