@@ -46,6 +46,7 @@ class Adding(Totals):
     def accumulated(self, place: tuple[Scope, str], node: ast.expr, value: Value) -> Value:
         """The value of a place after this value is added to it, with the edits that keep its total exact."""
         old = place[0].find(place[1]) or Value()
+        value = Value() if value.kind == "model" else value  # a parameter
         if isinstance(node, ast.List) and len(node.elts) == 1:  # as append
             item = node.elts[0]
             return self.extended(old, self.around(old), item, self.known[item], is_flat=False)

@@ -173,6 +173,12 @@ class Expressions(Elements):
             parts = [*left.parts, *right.parts]
             of = dict(enumerate(parts)) if are_known else {None: join(*parts)}
             return Value("list", of, models_of(left, right))
+        if (
+            self.in_forward
+            and {left.kind, right.kind} == {"list", Kind.ROWS}
+            and isinstance(node.op, ast.Add)
+        ):
+            left, right = (join(*value.opened) for value in (left, right))  # lists of features
         are_shared = left.is_shared or right.is_shared
         result = combined(node.op, left, right, self.batches) if are_shared else Value()
         if not isinstance(node.op, ast.MatMult):
