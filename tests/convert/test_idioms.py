@@ -190,3 +190,63 @@ def test_a_name_of_the_last_batch_of_an_evaluation_is_of_a_share():
     text = f"{BEGIN}{EVALUATE}        pass\nprint(x.shape[0])\n"
     assert "print(x.shape[0])" in _after(text)
     assert any("is of the last batch" in note for note in _of(text).notes)
+
+
+SORTED = CALLBACKS.replace(
+    "in self.callbacks:", "in sorted(self.callbacks, key=lambda callback: callback.order):"
+)
+STATS = (
+    "class Stats:\n    total = 0.0\n    def add(self, loss):\n        self.total += loss\nstats = Stats()\n"
+)
+
+
+def test_callbacks_that_are_sorted_first_are_followed():
+    assert "print(samestep.mean(trainer.found['loss'].item()))" in _after(f"{BEGIN}{SORTED}")
+
+
+def test_a_method_that_adds_up_and_that_no_line_is_seen_to_call_is_listed():
+    lines = f"{STATS}for x, y in train:\n{STEP}    methodcaller('add', loss)(stats)\nprint(stats.total)\n"
+    (gap,) = _of(f"from operator import methodcaller\n{BEGIN}{lines}").gaps
+    assert "nothing that was followed leads to add" in gap
+
+
+def test_a_pass_without_gradients_trains_nothing():
+    lines = (
+        f"{STATS}quiet = False\ndef follow(batches):\n    for x, y in batches:\n"
+        "        loss = F.cross_entropy(model(x), y)\n        stats.add(loss)\n"
+        "        if quiet:\n            continue\n        loss.backward()\n    print(stats.total)\nfollow(train)\n"
+    )
+    assert not _of(f"{BEGIN}{lines}").gaps
+    (note,) = _of(f"{BEGIN}{lines}quiet = True\nwith torch.no_grad():\n    follow(test)\n").notes
+    assert "train.py:7: this DataLoader is of an evaluation with numbers that have no total" in note
+
+
+def test_a_method_of_an_unknown_object_gets_totals_so_that_what_it_adds_up_is_not_listed():
+    meters = "from collections import defaultdict\nmeters = defaultdict(Stats)\n"
+    lines = f"{STATS}{meters}for x, y in train:\n{STEP}    meters['loss'].add(loss)\nprint(meters['loss'].total)\n"
+    assert "meters['loss'].add(samestep.mean(loss))" in _after(f"{BEGIN}{lines}")
+    assert not _of(f"{BEGIN}{lines}").gaps
+
+
+def test_tensors_that_numpy_joins_are_gathered_after_that():
+    text = f"{BEGIN}import numpy as np\ngot = []\n{EVALUATE}        got.append(y)\nprint(np.concatenate(got)[:3])\n"
+    assert "print(samestep.gather(np.concatenate(got))[:3])" in _after(text)
+
+
+def test_batches_that_a_generator_expression_wraps_are_those_of_its_loader():
+    lines = f"for x, y in ((x * 2, y) for x, y in train):\n{STEP}    print(loss.item())\n"
+    wrapped = f"def follow(batches):\n    for x, y in batches:\n{STEP.replace('    ', ' ' * 8)}"
+    wrapped += "        print(loss.item())\n"
+    for text in (lines, f"{wrapped}follow((x * 2, y) for x, y in train)\n"):
+        assert "print(samestep.mean(loss.item()))" in _after(f"{BEGIN}{text}")
+        assert not _of(f"{BEGIN}{text}").gaps
+
+
+def test_a_parameter_is_added_to_rows_again_and_again():
+    net = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.a, self.bias = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))\n    def forward(self, x):\n"
+        "        out = self.a(x)\n        out = out + self.bias\n        return out\nnet = Net()\n"
+    )
+    lines = f"optimizer = torch.optim.SGD(net.parameters(), 0.1)\nfor x, y in train:\n{STEP.replace('model', 'net')}"
+    assert not [gap for gap in _of(f"{BEGIN}{net}{lines}").gaps if "the loss" in gap]

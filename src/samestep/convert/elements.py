@@ -31,7 +31,7 @@ class Elements(Decisions):
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS) or (base.kind == Kind.BATCH and is_tensor):
             return self.rows_at(node, base, index)
         # a parameter at the samples' numbers, and not a layer of a list
-        is_parameter = base.kind == "model" and index.kind in (*ROWS, "list")
+        is_parameter = base.kind == "model" and any(part.kind in ROWS for part in index.opened)
         if (base.kind == Kind.ALIKE or is_parameter) and index.is_shared:
             return self._chosen_by(node.slice, index)
         if base.kind in (Kind.BATCH, *TURNED):

@@ -39,6 +39,7 @@ _WRITES = re.compile(r"^(np|numpy)\.save|\.to_csv$")
 _MODE = re.compile(r"[rbt+]*[wax][rbt+]*")
 _READS = re.compile(r"^open$|read|load|exists|isfile|fromtxt")
 _DRAWS = re.compile(r"\brandom\.|torch\.rand|normal\(")
+_ADDS = re.compile(r"self\.[\w.]+(\[\w+\])? \+= [^\d\n]")  # another value than a number
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
@@ -91,7 +92,8 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
     # what a data set reads of its samples is no total
     is_of_data = any(re.search("Dataset|Sampler", ast.unparse(base)) for base in getattr(cls, "bases", ()))
     calls = r"torch\.save" if is_of_data else r"\.(item|backward)\(|torch\.save"
-    if is_used and node not in followed.reached and re.search(calls, text):
+    adds = _ADDS.search(text) and not is_of_data and node.name not in followed.names_called
+    if is_used and node not in followed.reached and (adds or re.search(calls, text)):
         reason = f"nothing that was followed leads to {node.name}; look at it by hand"
         followed.findings.gap(source, node, reason)
 

@@ -363,6 +363,8 @@ class Follower(Calls):
 
     def backward(self, node: ast.Call, loss: Value) -> Value:
         """Note whether this loss needs averaged or added gradients, or that it is unclear."""
+        if self.without_gradients > 1:
+            return Value()  # a test that is not known returned before this line
         self.backwards += 1
         self.comes_together()
         self._trained()

@@ -134,6 +134,11 @@ class Python(Unknown):
         is_known = own is not None and own.kind == "instance"
         return Value("super", (own, cls)) if is_known else self.opaque(node, values)
 
+    def _python_sorted(self, node: ast.Call, values: Values, first: Value) -> Value:
+        """Objects in another order are followed one after another too."""
+        are_objects = bool(first.parts) and {part.kind for part in first.parts} <= {"instance", "function"}
+        return first if are_objects else self.opaque(node, values)
+
     def _python_str(self, node: ast.Call, values: Values, first: Value) -> Value:
         return self.shown(node.args[0]) if node.args else Value()
 
