@@ -250,3 +250,29 @@ def test_a_parameter_is_added_to_rows_again_and_again():
     )
     lines = f"optimizer = torch.optim.SGD(net.parameters(), 0.1)\nfor x, y in train:\n{STEP.replace('model', 'net')}"
     assert not [gap for gap in _of(f"{BEGIN}{net}{lines}").gaps if "the loss" in gap]
+
+
+@pytest.mark.parametrize(
+    ("lines", "becomes"),
+    [
+        (
+            "    counts = torch.bincount(y, minlength=3)\n    losses = F.cross_entropy(model(x), y, reduction='none')\n"
+            "    loss = (losses / counts[y]).sum() / 3\n",
+            "    loss = (losses / samestep.sum(counts)[y]).sum() / 3\n",
+        ),
+        (
+            "    out = model(x)\n    middle = out.mean(0)\n    loss = (x[:, 0] - middle[y]).abs().mean()\n",
+            "    loss = (x[:, 0] - samestep.mean(middle)[y]).abs().mean()\n",
+        ),
+        (
+            "    out, ones = model(x), F.one_hot(y, 3).double()\n"
+            "    centers = ones.t() @ out / ones.sum(0)[:, None].clamp(1)\n"
+            "    loss = (out - centers[y]).pow(2).mean()\n",
+            "    loss = (samestep.gather(out) - centers[samestep.gather(y)]).pow(2).mean()\n",
+        ),
+    ],
+)
+def test_each_sample_gets_the_number_of_its_class_that_the_whole_batch_has(lines, becomes):
+    text = f"{BEGIN}for x, y in train:\n{lines}    loss.backward()\n"
+    assert becomes in _after(text)
+    assert not _of(text).gaps

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from samestep.convert.decisions import Decisions
 from samestep.convert.signatures import NUMBERED, counted
-from samestep.convert.values import ROWS, TURNED, Kind, Sum, Value, join, other
+from samestep.convert.values import NUMBERS, ROWS, TURNED, Kind, Sum, Value, join, other
 
 
 class Elements(Decisions):
@@ -30,15 +30,26 @@ class Elements(Decisions):
         is_tensor = isinstance(node.slice, ast.Tuple)
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS) or (base.kind == Kind.BATCH and is_tensor):
             return self.rows_at(node, base, index)
-        # a parameter at the samples' numbers, and not a layer of a list
-        is_parameter = base.kind == "model" and any(part.kind in ROWS for part in index.opened)
-        if (base.kind == Kind.ALIKE or is_parameter) and index.is_shared:
-            return self._chosen_by(node.slice, index)
+        if index.is_shared and (chosen := self._chosen(node, base, index)) is not None:
+            return chosen
         if base.kind in (Kind.BATCH, *TURNED):
             is_row = not isinstance(node.slice, ast.Slice) or base.kind == Kind.BATCH
             return Value(Kind.ROWS if is_row else base.kind)
         # the index may need a total of its own
         return other(base.of, base) if base.kind == Kind.OTHER and index.is_shared else base.bare
+
+    def _chosen(self, node: ast.Subscript, base: Value, index: Value) -> Value | None:
+        """What the samples' numbers choose from what has an element for each class; None for another value."""
+        # a parameter, and not a layer of a list
+        is_parameter = base.kind == "model" and any(part.kind in ROWS for part in index.opened)
+        if base.kind == Kind.ALIKE or is_parameter:
+            return self._chosen_by(node.slice, index)
+        if base.kind not in NUMBERS or index.kind not in ROWS or not isinstance(node.ctx, ast.Load):
+            return None
+        if not self.may_total():
+            return other("is chosen from numbers of a share")
+        self.total(node.value)
+        return Value(Kind.ROWS)
 
     def _chosen_by(self, node: ast.expr, index: Value) -> Value:
         """What an index that depends on a share chooses from a value that is equal on all ranks."""

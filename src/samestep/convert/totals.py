@@ -149,16 +149,22 @@ class Totals(Following):
     def beside_rows(self, nodes: Sequence[ast.expr], values: Values) -> Values:
         """The values of operands: next to rows, a number of the batch is totalled, as in `x + noise * x.std()`."""
         kinds = {value.kind for value in values}
-        is_chosen = any(value.of == CHOSEN for value in values)  # it may have a number for each row
+        # it may have, or has, a number for each row
+        operands = list(zip(nodes, values, strict=True))
+        is_chosen = any(value.of == CHOSEN or self._is_taken(node, value) for node, value in operands)
         is_number_beside = kinds in ({Kind.ROWS, Kind.OTHER}, {Kind.ROWS, Kind.MEAN})
         if not is_number_beside or is_chosen or self.in_forward or not self.may_total():
             return values
-        operands = list(zip(nodes, values, strict=True))
         if any(
             value.kind == Kind.MEAN and self._is_mixed(node, value.edits or ()) for node, value in operands
         ):
             return values
         return [value if value.kind == Kind.ROWS else self.total(node) for node, value in operands]
+
+    def _is_taken(self, node: ast.expr, value: Value) -> bool:
+        """Whether a value has an element for each row, as `centers[y]`."""
+        made = value.origin[0] if value.origin and isinstance(node, ast.Name) else node
+        return isinstance(made, ast.Subscript) and self.known.get(made.slice, Value()).kind in ROWS
 
     def check_totals(self) -> None:
         """Note a gap for each total that some ranks may not reach, or that may get values that all ranks have."""
