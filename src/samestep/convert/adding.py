@@ -32,6 +32,10 @@ class Adding(Totals):
         batches = [loop for loop in outer if loop.kind == "batches"]
         return (batches[0] if batches else None), any(loop.kind == "rows" for loop in outer)
 
+    def is_of_turn(self, value: Value) -> bool:
+        """Whether no loop over batches or samples began since a value was set."""
+        return self.around(value) == (None, False)
+
     def added_at(self, target: ast.expr, place: tuple[Scope, str], node: ast.expr, value: Value) -> Value:
         """As `accumulated`; rows of a share choose no elements of what all processes have."""
         is_chosen = isinstance(target, ast.Subscript) and self.value(target.slice).kind in ROWS
@@ -42,6 +46,7 @@ class Adding(Totals):
     def accumulated(self, place: tuple[Scope, str], node: ast.expr, value: Value) -> Value:
         """The value of a place after this value is added to it, with the edits that keep its total exact."""
         old = place[0].find(place[1]) or Value()
+        value = Value() if value.kind == "model" else value  # a parameter
         if isinstance(node, ast.List) and len(node.elts) == 1:  # as append
             item = node.elts[0]
             return self.extended(old, self.around(old), item, self.known[item], is_flat=False)
@@ -122,7 +127,7 @@ class Adding(Totals):
         elif value.is_shared and batch is not None:
             value = self.per_batch(batch, node, value)
         if not value.is_shared:
-            return replace(base, models=models_of(base, value))
+            return _with_object(base, value)
         items = join(*base.parts, self.kept(value))
         if items.kind == Kind.ROWS and (over_samples or is_flat):
             return replace(items, since=base.since)
@@ -134,8 +139,20 @@ class Adding(Totals):
         """Follow `total /= count`, both of this rank's share: total them first."""
         result, source = combined(node.op, old, value), self.source
         is_ratio = isinstance(node.op, ast.Div) and old.kind in (Kind.PART, Kind.COUNT) and value.is_shared
-        if not is_ratio or not self.may_total():
+        if not is_ratio or result.kind == Kind.MEAN or not self.may_total():
             return result
         at = source.data.index(b"/=", source.end(node.target))
         self.findings.edit(Edit(source, at, at + 2, f"= samestep.sum({source.text(node.target)}) /"))
         return self.total(node.value)
+
+
+def _with_object(base: Value, value: Value) -> Value:
+    """A list after a value that is equal on all ranks is added; of objects, it knows each."""
+    held = base.of if base.kind == "list" else {}
+    is_made = base.kind == "list" or (
+        base.origin is not None and ast.unparse(base.origin[0]) in ("[]", "list()")
+    )
+    known = [part.of.key for part in held.values() if part.kind == "instance"]
+    if value.kind == "instance" and is_made and len(known) == len(held) and value.of.key not in known:
+        base = replace(base, kind="list", of={**held, len(held): value})
+    return replace(base, models=models_of(base, value))

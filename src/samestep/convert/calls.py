@@ -68,7 +68,17 @@ class Calls(Library):
             return made
         if callee.kind == "external":
             return self.external(str(callee.of), node).bare
-        return self._of_ours(callee, node, *self._arguments(node))
+        positional, named = self._arguments(node)
+        return join(
+            *(self._of_ours(choice, node, positional, named) for choice in self._choices(node.func, callee))
+        )
+
+    def _choices(self, node: ast.expr, callee: Value) -> Values:
+        """The functions of a dict or list, from which an index that is not known chooses one; else the callee."""
+        held = self.known.get(node.value, Value()) if isinstance(node, ast.Subscript) else Value()
+        is_known = isinstance(getattr(node, "slice", None), ast.Constant) or held.kind not in ("dict", "list")
+        functions = [part for part in held.parts if part.kind == callee.kind == "function"]
+        return [callee] if is_known else functions or [callee]
 
     def _object_made(self, callee: Value, node: ast.Call) -> Value | None:
         """A namespace, or a function of the project with some of its arguments; None for other calls."""
@@ -139,6 +149,8 @@ class Calls(Library):
         if (init := class_.find("__init__")) is not None:
             self.run(init.of, [value, *arguments], named, node)
         else:
+            layers = [part for given in arguments for part in given.opened if self.is_model(part)]
+            self.layers[self.key(node)] = (class_.descends_from("Sequential"), layers)
             fields = [member.target for member in class_.node.body if isinstance(member, ast.AnnAssign)]
             instance.scope.names |= {**dict(zip(map(ast.unparse, fields), arguments, strict=False)), **named}
         if class_.descends_from("Optimizer"):
@@ -269,7 +281,9 @@ class Calls(Library):
         if frame.yielded:
             element = join(*(loop.element for loop in frame.yielded))
             sizes = frozenset[str | None]().union(*(loop.sizes for loop in frame.yielded))
-            return Value("each", Loop(element, "batches", sizes=sizes)) if element.is_shared else Value()
+            fed_by = tuple(place for loop in frame.yielded for place in loop.fed_by)
+            loop = Loop(element, "batches", sizes=sizes, fed_by=fed_by)
+            return Value("each", loop) if element.is_shared else Value()
         return nameless(join(*frame.returned))
 
     def _bind_arguments(self, scope: Scope, params: ast.arguments, arguments: Values, named: Named) -> None:
@@ -288,7 +302,7 @@ class Calls(Library):
         rest = dict(enumerate(arguments[len(parameters) :]))
         if params.vararg is not None:
             given = replace(Value("list", rest), edits=join(*rest.values()).edits)
-            scope.names[params.vararg.arg] = given if rest else named.get("*", Value())
+            scope.names[params.vararg.arg] = given if rest else named.get("*", given)
         if params.kwarg is not None:
             others = {name: value for name, value in named.items() if name not in names}
             is_known = not others.keys() & {"*", "**"}

@@ -40,13 +40,19 @@ class Decisions(Names):
         return (value.text == str(constant)) == holds if is_alike else None
 
     def _is_one(self, test: ast.expr) -> bool | None:
-        """Whether a value is an optimizer or a model, as `isinstance` asks."""
+        """Whether a value is an optimizer or a model, as `isinstance` asks, or a dict has a key."""
         match test:
             case ast.Call(func=ast.Name(id="isinstance"), args=[node, class_]):
                 value, name = self.value(node), ast.unparse(class_).rpartition(".")[2]
                 kind = "model" if self.is_model(value) else value.kind
                 is_known = name in _CLASSES and kind in ("optimizer", "model", "function")
                 return kind == _CLASSES[name] if is_known else None
+            case ast.Compare(
+                left=ast.Constant(value=key), ops=[ast.In() | ast.NotIn() as asks], comparators=[held]
+            ):
+                value = self.value(held)
+                has_key = value.kind == "dict" and key in value.of and self.is_of_turn(value)
+                return isinstance(asks, ast.In) if has_key else None
         return None
 
     def constant(self, node: ast.expr) -> ast.expr:

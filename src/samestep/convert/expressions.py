@@ -2,13 +2,14 @@
 
 import ast
 import builtins
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from samestep.convert.decisions import Decisions
+from samestep.convert.elements import Elements
 from samestep.convert.project import Function, Scope
-from samestep.convert.signatures import NAMED, NUMBERED, counted, turned
-from samestep.convert.source import Edit
+from samestep.convert.signatures import NAMED, counted, turned
+from samestep.convert.source import Edit, makes_column
 from samestep.convert.values import (
     LENGTH,
     NUMBERS,
@@ -17,8 +18,8 @@ from samestep.convert.values import (
     TURNED,
     Kind,
     Loop,
-    Sum,
     Value,
+    Values,
     combined,
     join,
     makes_pairs,
@@ -34,10 +35,11 @@ _COPIED = (
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
 _OF_PATHS = (ast.Call, ast.BinOp, ast.JoinedStr, ast.FormattedValue, ast.Attribute)
 _OBJECTS = {"instance", "loader", "list", "function", "model", "metric"}
+_BATCHES = {"instance", "list", "dict", Kind.BATCH}
 _TEXTS = ("__format__", "__str__", "__repr__")
 
 
-class Expressions(Decisions):
+class Expressions(Elements):
     """The value of an expression by its syntax; a method for each type of node."""
 
     def value(self, node: ast.AST | None) -> Value:
@@ -133,14 +135,6 @@ class Expressions(Decisions):
             return Value("function", replace(base.of.find("forward").of, bound=context))
         return base.of.find(name) or Value()
 
-    def shape(self, rows: Value) -> Value:
-        count, is_second = counted(rows, self.batches), rows.kind in TURNED
-        is_either = self._has_time_first()
-        return Value("list", {**dict.fromkeys([int(is_second), 1][: 1 + is_either], count), None: Value()})
-
-    def _has_time_first(self) -> bool:
-        return self.batches is not None and not self.batches.sizes.isdisjoint(self.time_first)
-
     def of_instance(self, base: Value, name: str) -> Value:
         if name == "__dict__":
             fields = [value for value in base.of.scope.names.values() if value.is_shared]
@@ -163,70 +157,6 @@ class Expressions(Decisions):
             result = replace(result, origin=(returned, function.source, ()))
         return replace(result, edits=None)
 
-    def _subscript(self, node: ast.Subscript) -> Value:
-        base, index = self.value(node.value), self.value(node.slice)
-        if (known := self._set_before(node)) is not None:
-            return known
-        if base.kind == "instance" and (method := base.of.of.find("__getitem__")):
-            element = self.run(replace(method.of, bound=base), [base, index], {}, None)
-            return element if element.is_shared else base.bare
-        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        if base.kind in ("list", "dict"):
-            if isinstance(base.of.get(None, Value()).of, Sum):
-                return Value(Kind.OTHER, "is of single batches")
-            if isinstance(node.slice, ast.Slice) and node.slice.lower is not None:
-                return join(*(part for key, part in base.of.items() if key != 0))
-            return base if isinstance(node.slice, ast.Slice) else self.part_of(base, key)
-        if base.kind == Kind.ROWS and key == "loss":
-            return self.loss_of_model(node)
-        is_tensor = isinstance(node.slice, ast.Tuple)
-        if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS) or (base.kind == Kind.BATCH and is_tensor):
-            return self.rows_at(node, base, index)
-        if base.kind == Kind.ALIKE and index.is_shared:
-            return self._chosen_by(node.slice, index)
-        if base.kind in (Kind.BATCH, *TURNED):
-            is_row = not isinstance(node.slice, ast.Slice) or base.kind == Kind.BATCH
-            return Value(Kind.ROWS if is_row else base.kind)
-        # the index may need a total of its own
-        return other(base.of, base) if base.kind == Kind.OTHER and index.is_shared else base.bare
-
-    def _chosen_by(self, node: ast.expr, index: Value) -> Value:
-        """What an index that depends on a share chooses from a value that is equal on all ranks."""
-        if index.of == NUMBERED:
-            return other(NUMBERED)
-        if isinstance(index.origin and index.origin[0], ast.Compare):
-            edits = index.edits or self.edits_of(node, index)
-            return replace(other("is chosen by a mask of a share"), edits=edits)
-        if index.kind not in (*ROWS, Kind.ROW):
-            return other("is chosen by a number of a share", index)
-        return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)
-
-    def rows_at(self, node: ast.Subscript, base: Value, index: Value) -> Value:
-        first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
-        is_all = isinstance(first, ast.Slice) and first.lower is first.upper is None
-        if isinstance(first, ast.Constant):
-            is_all = first.value in (None, Ellipsis) or isinstance(first.value, str)
-            if first.value is None and base.kind == Kind.ROWS and not self.in_forward:
-                return Value(Kind.COLUMNS)
-        if isinstance(first, ast.Slice) and base.kind == Kind.VIEWS:
-            bounds = [self.value(at).kind for at in (first.lower, first.upper) if at]
-            if bounds and {*bounds} <= {Kind.COUNT, Kind.PART}:
-                is_first = bounds == [Kind.COUNT] and first.lower is None
-                return Value(Kind.ROWS if is_first else Kind.VIEWS)
-        if isinstance(first, ast.Slice) and first is not node.slice and self._has_time_first():
-            is_all = not index.is_shared  # tgt[:-1, :] cuts time
-        along = Value() if is_all else self.value(first)
-        if along.kind == Kind.OTHER and along.of == NUMBERED and first is not node.slice:
-            return Value(Kind.ROWS)  # an element of each row, as in x[np.arange(len(x)), y]
-        if along.kind in (Kind.ROW, Kind.OTHER):
-            return along.bare if along.kind == Kind.ROW else other(along.of, along)
-        if is_all or self.in_forward:
-            return Value(Kind.ROWS if base.kind == Kind.BATCH else base.kind)
-        if index.is_shared:
-            # an index along the rows chooses some of them; another one chooses within each row
-            return Value(Kind.SOME if first is node.slice or along.kind in ROWS else Kind.ROWS)
-        return Value(Kind.OTHER, "is of some samples of a share")
-
     def _binop(self, node: ast.BinOp) -> Value:
         nodes = (node.left, node.right)
         operands = self.together(nodes, [self.value(operand) for operand in nodes])
@@ -243,15 +173,23 @@ class Expressions(Decisions):
             parts = [*left.parts, *right.parts]
             of = dict(enumerate(parts)) if are_known else {None: join(*parts)}
             return Value("list", of, models_of(left, right))
-        result = combined(node.op, left, right) if left.is_shared or right.is_shared else Value()
-        result = self._pairs({left.kind, right.kind}) or result
+        if (
+            self.in_forward
+            and {left.kind, right.kind} == {"list", Kind.ROWS}
+            and isinstance(node.op, ast.Add)
+        ):
+            left, right = (join(*value.opened) for value in (left, right))  # lists of features
+        are_shared = left.is_shared or right.is_shared
+        result = combined(node.op, left, right, self.batches) if are_shared else Value()
+        if not isinstance(node.op, ast.MatMult):
+            result = self._pairs({left.kind, right.kind}) or result
         return replace(result, models=models_of(left, right))
 
     def _pairs(self, kinds: set[str]) -> Value | None:
         return Value(Kind.OTHER, PAIRS) if makes_pairs(kinds) and not self.in_forward else None
 
     def _unaryop(self, node: ast.UnaryOp) -> Value:
-        return self.value(node.operand).bare
+        return replace(self.value(node.operand).bare, origin=(node, self.source, ()))
 
     def _boolop(self, node: ast.BoolOp) -> Value:
         values = [self.value(operand) for operand in node.values]
@@ -265,14 +203,25 @@ class Expressions(Decisions):
             return Value(text=str(holds))
         if any(operand.kind == "none" for operand in values):
             return Value()
+        are_keys = values[-1].kind == Kind.BATCH or (values[-1].kind == "dict" and None not in values[-1].of)
+        if isinstance(node.ops[0], ast.In | ast.NotIn) and are_keys and not values[0].is_shared:
+            return Value()
         kinds = {operand.kind for operand in values if operand.is_shared}
         is_zero = isinstance(nodes[-1], ast.Constant) and nodes[-1].value == 0
         if kinds == {Kind.ROW} or (kinds == {Kind.COUNT} and is_zero):
             # every process has at least one sample
             return Value(Kind.ROW if Kind.ROW in kinds else Kind.ALIKE)
+        if kinds == {Kind.ROWS} and isinstance(node.ops[0], ast.Eq) and self._are_across(nodes, values):
+            return turned(Value(Kind.ROWS))
         if kinds <= ROWS:
             return self._pairs(kinds) or (rows_of(kinds) if kinds else Value())
         return other("is a comparison of this rank's values", *values)
+
+    def _are_across(self, nodes: Sequence[ast.expr], values: Values) -> bool:
+        """Whether samples come along the second dimension, as in `y == ids[:, None]`, where all ranks have `ids`."""
+        made = [value.origin[0] if value.origin else node for node, value in zip(nodes, values, strict=True)]
+        columns = [value.kind for node, value in zip(made, values, strict=True) if makes_column(node)]
+        return columns == [Kind.ALIKE] and not self.in_forward
 
     def _ifexp(self, node: ast.IfExp) -> Value:
         if (known := self.decided(node.test)) is not None:
@@ -333,6 +282,10 @@ class Expressions(Decisions):
             value = join(value, self.kept(self.value(element)))
             self.known[element] = join(self.known[element], value)
         kinds = {loop.kind for loop in self.loops[loops:]}
+        if isinstance(node, ast.GeneratorExp) and kinds == {"batches"} and value.kind in _BATCHES:
+            del self.loops[loops:]
+            self.frame.scope = scope
+            return Value("each", replace(loop_over, element=value))  # another loop goes over it
         batches = self.batches
         are_rows = value.kind == Kind.ROWS and batches and not (batches.trains or batches.lends)
         are_rows = are_rows and "batches" in kinds
@@ -375,6 +328,8 @@ class Expressions(Decisions):
         if over.kind == "instance" and (method := over.of.of.find("__iter__")) is not None:
             inner = self.run(replace(method.of, bound=over), [over], {}, None)
             return self._each_next(over) if inner.of is over.of else self.each(inner)
+        if over.kind == "instance" and self.is_model(over):
+            return Loop(Value("model", over.of.key))  # the layers of a Sequential, or of a ModuleList
         if over.kind in (Kind.BATCH, *TURNED):
             return Loop(Value(Kind.ROWS))
         if over.kind == "loader":

@@ -39,6 +39,7 @@ _WRITES = re.compile(r"^(np|numpy)\.save|\.to_csv$")
 _MODE = re.compile(r"[rbt+]*[wax][rbt+]*")
 _READS = re.compile(r"^open$|read|load|exists|isfile|fromtxt")
 _DRAWS = re.compile(r"\brandom\.|torch\.rand|normal\(")
+_ADDS = re.compile(r"self\.[\w.]+(\[\w+\])? \+= [^\d\n]")  # another value than a number
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
@@ -91,7 +92,8 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
     # what a data set reads of its samples is no total
     is_of_data = any(re.search("Dataset|Sampler", ast.unparse(base)) for base in getattr(cls, "bases", ()))
     calls = r"torch\.save" if is_of_data else r"\.(item|backward)\(|torch\.save"
-    if is_used and node not in followed.reached and re.search(calls, text):
+    adds = _ADDS.search(text) and not is_of_data and node.name not in followed.names_called
+    if is_used and node not in followed.reached and (adds or re.search(calls, text)):
         reason = f"nothing that was followed leads to {node.name}; look at it by hand"
         followed.findings.gap(source, node, reason)
 
@@ -158,8 +160,11 @@ def _called(followed: Follower, source: Source, node: ast.Call) -> None:
 def _hook(followed: Follower, source: Source, node: ast.Call) -> None:
     receiver = getattr(node.func, "value", node.func)
     is_of_weight = followed.known.get(receiver, Value()).models and not isinstance(receiver, ast.Subscript)
+    is_ours = followed.known.get(node.func, Value()).kind == "function" or "register" not in ast.unparse(
+        node.func
+    )
     # a weight's hook gets the whole gradient
-    if not (is_of_weight and ast.unparse(node.func).endswith(".register_hook")):
+    if not is_ours and not (is_of_weight and ast.unparse(node.func).endswith(".register_hook")):
         followed.findings.gap(source, node, _HOOK.format(ast.unparse(node.func)))
 
 

@@ -127,8 +127,9 @@ class Follower(Calls):
         if isinstance(node.value, ast.Yield | ast.YieldFrom) and node.value.value is not None:
             given = self.known[node.value.value]
             is_from = isinstance(node.value, ast.YieldFrom)
-            sizes = self.batches.sizes if self.batches else frozenset()
-            self.frame.yielded.append(self.each(given) if is_from else Loop(given, sizes=sizes))
+            loop = self.batches or Loop()
+            given_on = Loop(given, sizes=loop.sizes, fed_by=(loop.place,))
+            self.frame.yielded.append(self.each(given) if is_from else given_on)
 
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -226,18 +227,22 @@ class Follower(Calls):
         return self.place_of(target.value if is_part else target)  # type: ignore[attr-defined]
 
     def _add(self, target: ast.expr, added: ast.expr) -> None:
+        self.know_element(target)
         scope, name = self._place_added_to(target)
         value = self.total(added) if self.is_lost(target) else self.value(added)
-        scope.names[name] = self.added_at(target, (scope, name), added, value)
+        scope.names[name] = result = self.added_at(target, (scope, name), added, value)
+        self.note_element(target, result)
 
     def _augassign(self, node: ast.AugAssign) -> None:
         if isinstance(node.op, ast.Add | ast.Sub):
             self._add(node.target, node.value)
             return
+        self.know_element(node.target)
         scope, name = self._place_added_to(node.target)
         old, value = scope.find(name) or Value(), self.value(node.value)
         if old.is_shared or value.is_shared:
-            scope.names[name] = replace(self.divided(node, old, value), since=old.since)
+            scope.names[name] = result = replace(self.divided(node, old, value), since=old.since)
+            self.note_element(node.target, result)
 
     def _global(self, node: ast.Global | ast.Nonlocal) -> None:
         """Note in which scope names live that are declared global or nonlocal."""
@@ -294,11 +299,12 @@ class Follower(Calls):
 
     def _repeated(self, node: ast.For | ast.While, loop: Loop) -> None:
         """Follow a loop's body twice: values at its end reach its beginning. Only the second findings count."""
-        place = (*(frame.call for frame in self.frames), node)
+        loop.place = place = (*(frame.call for frame in self.frames), node)
         loop.trains = self.learnt.trains.get(place, 2)
         findings, eager = copied(self.findings), set(self.learnt.eager)
         self._follow_turn(node, loop)
-        self.learnt.trains[place] = loop.trains = loop.found_training
+        self.learnt.feeds |= dict.fromkeys(loop.fed_by, loop.found_training)
+        self.learnt.trains[place] = loop.trains = max(loop.found_training, self.learnt.feeds.get(place, 0))
         if self.followed < MOST_STATEMENTS:
             self.findings, self.learnt.eager = findings, eager
             self._follow_turn(node, loop)
@@ -308,9 +314,11 @@ class Follower(Calls):
                 continue
             if value.kind == "turn":
                 names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
-            elif value.kind in ROWS and loop.kind == "batches" and (loop.trains or loop.lends):
-                remedy = f"as the last line of the loop write `{name} = samestep.gather({name})`"
-                reason = f"is of the last batch, of which this process has a part at most; {remedy}"
+            elif value.kind in ROWS and loop.kind == "batches":
+                remedy = f"; as the last line of the loop write `{name} = samestep.gather({name})`" * bool(
+                    loop.trains
+                )
+                reason = f"is of the last batch, of which this process has a part at most{remedy}"
                 names[name] = Value(Kind.OTHER, reason)
 
     def _follow_turn(self, node: ast.For | ast.While, loop: Loop) -> None:
@@ -355,6 +363,8 @@ class Follower(Calls):
 
     def backward(self, node: ast.Call, loss: Value) -> Value:
         """Note whether this loss needs averaged or added gradients, or that it is unclear."""
+        if self.without_gradients > 1:
+            return Value()  # a test that is not known returned before this line
         self.backwards += 1
         self.comes_together()
         self._trained()

@@ -1,16 +1,16 @@
-"""Rules for calls outside the project: torch's functions by name, Python's own, and unknown ones."""
+"""Rules for calls outside the project: torch's functions by name, and those of other libraries."""
 
 import ast
 import re
 from collections.abc import Callable
 from dataclasses import replace
 
+from samestep.convert.python import Python
 from samestep.convert.rewrites import LOADERS, arguments, asks_for_file
 from samestep.convert.signatures import (
     CHOSEN,
     DIMENSIONS,
     NAMED,
-    NUMBERED,
     STACKS,
     averages,
     counted,
@@ -23,14 +23,13 @@ from samestep.convert.signatures import (
     of_tensors,
     over_rows,
     places_found,
+    reduced,
     turned,
     turns,
 )
-from samestep.convert.source import Edit, takes_apart, values_given
+from samestep.convert.source import Edit, is_unpacked, values_given
 from samestep.convert.totals import MEANS_OF_LISTS
-from samestep.convert.unknown import Unknown
 from samestep.convert.values import (
-    LENGTH,
     NUMBERS,
     ROWS,
     TURNED,
@@ -38,6 +37,7 @@ from samestep.convert.values import (
     Loop,
     Value,
     Values,
+    constants_in,
     join,
     key_of,
     models_of,
@@ -48,12 +48,11 @@ _FUNCTIONAL = re.compile(r"torch\.(nn\.functional|special|linalg|fft|distributio
 # the numbers of the graphs that nodes belong to: their maximum is only a size
 _GRAPHS = re.compile(r"(batch|graph)\w*$")
 _SIZED_FIRST = {"zeros", "ones", "empty", "full", "rand", "randn", "random"}  # of NumPy
-_GROWING = ("dict", "OrderedDict", "defaultdict", "Counter")
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 _OF_PYTHON = ("builtins.", "itertools.", "tqdm", "copy.", "functools.", "dataclasses.")
 
 
-class Library(Unknown):
+class Library(Python):
     """The value of a call whose body is not followed."""
 
     optimizes: Callable[..., Value]
@@ -72,6 +71,7 @@ class Library(Unknown):
 
     def method(self, node: ast.Call, base: Value, name: str) -> Value:
         """The value of a method of a tensor, number, list or dict; a container may have been joined to one value."""
+        node = self._unpacked(node) if any(map(is_unpacked, (*node.args, *node.keywords))) else node
         values = [base, *map(self.value, values_given(node))]
         is_tensor = base.kind in (Kind.ROWS, Kind.SOME) and name not in ("append", "extend")
         if name in NAMED["list"] and not is_tensor:
@@ -93,6 +93,20 @@ class Library(Unknown):
         values = self.together([node.func.value, *node.args], values)  # type: ignore[attr-defined]
         return self._of_tensors(name, node, values, node.args)
 
+    def _unpacked(self, node: ast.Call) -> ast.Call:
+        """The call, with the constants for which its `*args` and `**options` stand, if these are known."""
+        args, options = list[ast.expr](), list[ast.keyword]()
+        for part in node.args:
+            given = self.value(part.value) if isinstance(part, ast.Starred) else Value()
+            args += constants_in(given, part) if given.kind == "list" else [part]
+        for option in node.keywords:
+            given = self.value(option.value) if option.arg is None else Value()
+            made = map(ast.keyword, given.of or (), constants_in(given, option.value))
+            options += made if given.kind == "dict" else [option]
+        unpacked = ast.copy_location(ast.Call(node.func, args, options), node)
+        self.source.parents[unpacked] = self.source.parents[node]
+        return unpacked
+
     def _is_fixed(self, size: ast.expr | None) -> bool:
         """Whether a size in a shape is not the rest of the shape, and the same on all ranks."""
         is_rest = isinstance(size, ast.UnaryOp | ast.Starred) or getattr(size, "value", 0) == 1
@@ -101,7 +115,8 @@ class Library(Unknown):
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
         if name in NAMED["fact"]:
             return Value()
-        if (special := self._of_graphs(name, node, dims) or places_found(name, node)) is not None:
+        special = self._of_graphs(name, node, dims) or places_found(name, node)
+        if (special := special or self._over_second(name, node, values[0], dims)) is not None:
             return special
         if name == "squeeze" and values[0].kind in ROWS and not (dims or node.keywords):
             self.squeezed(node, values[0], (*node.args, getattr(node.func, "value", node.func))[0])
@@ -120,13 +135,21 @@ class Library(Unknown):
         named = [self.constant(option.value) for option in node.keywords if option.arg in DIMENSIONS]
         dims = [*map(self.constant, dims)]
         is_reduction = name in NAMED["sum"] | NAMED["mean"]
-        are_chosen = any(isinstance(part, ast.Name) for part in (named or dims))
+        are_chosen = any(isinstance(part, ast.Name | ast.Starred) for part in (named or dims))
         if is_reduction and are_chosen and values[0].kind in ROWS and not self.in_forward:
             return other(CHOSEN)
         # the first dimension of what is stacked is that of the list, in forward too
         is_stacked = values[0].kind in TURNED and is_reduction
         is_over_rows = over_rows([*named, *dims_of(name, dims)], 0 if is_stacked else self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
+
+    def _over_second(self, name: str, node: ast.Call, base: Value, dims: list[ast.expr]) -> Value | None:
+        """The sum or mean over the second dimension, if the samples are there."""
+        named = [option.value for option in node.keywords if option.arg in DIMENSIONS]
+        is_second = [getattr(dimension, "value", None) for dimension in named or dims] == [1]
+        is_reduction = name in NAMED["sum"] | NAMED["mean"] and base.kind in TURNED and not self.in_forward
+        rows = Value(Kind.ROWS)
+        return reduced(name, rows, True, True, self.batches) if is_reduction and is_second else None
 
     def _of_graphs(self, name: str, node: ast.Call, dims: list[ast.expr]) -> Value | None:
         """The number of graphs, or of each graph's nodes, from the numbers of graphs that a model gets."""
@@ -140,12 +163,16 @@ class Library(Unknown):
     def _of_list(self, node: ast.Call, base: Value, name: str, values: Values) -> Value:
         if name in ("append", "extend") and base.kind not in (Kind.BATCH, Kind.PART) and len(node.args) == 1:
             return self.put(node, node.func.value, values[1])  # type: ignore[attr-defined]
+        if name == "update" and self.merged(node, node.func.value):  # type: ignore[attr-defined]
+            return Value()
         if name == "scale":
             return join(*values[1:])
         if name == "items" and (base.parts or base.is_shared):
             loop = self.each(replace(base, kind="list") if base.kind == "dict" else base)
             return Value("each", loop.mapped(lambda element: Value("list", {0: Value(), 1: element})))
-        if base.parts or base.kind in NUMBERS:
+        if name == "keys" and (base.kind == Kind.BATCH or (base.kind == "dict" and None not in base.of)):
+            return Value()
+        if base.parts or base.kind in (*NUMBERS, Kind.BATCH):
             if name in ("values", "copy"):
                 return replace(base, kind="list") if base.kind == "dict" and name == "values" else base
             if name in ("get", "pop", "setdefault"):
@@ -169,7 +196,7 @@ class Library(Unknown):
             return Value(Kind.OTHER, "is a mean over the batches that this process had")
         is_sum = name == "numpy.sum" and join(*first.parts).kind in NUMBERS
         if is_sum or name.startswith(_OF_PYTHON):
-            return self._of_python(last, node, values, first)
+            return self.of_python(last, node, values, first)
         if name.startswith("torch.nn.") and last == "DataParallel" and node.args:
             return self.unwrapped(node, first)
         if self._is_optimizer(name, last, values):
@@ -261,140 +288,3 @@ class Library(Unknown):
         if is_loss(name):
             return of_loss(given_to_loss(node, 2, name), values, self.batches)
         return self._of_tensors(name, node, values, node.args[1:])
-
-    def _of_python(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
-        """The value of a function of Python, or of one of its modules, or of tqdm."""
-        rule: Callable[..., Value] | None = getattr(self, f"_python_{name}", None)
-        if rule is not None:
-            return rule(node, values, first)
-        if name in NAMED["fact"] or name == "type":
-            return Value()
-        given = values[1] if len(values) == 2 else Value()
-        if name == "map" and first.kind == "function" and given.kind in ("list", Kind.BATCH):
-            made = {key: self.run(first.of, [part], {}, None) for key, part in given.by_key.items()}
-            is_batch = given.kind == Kind.BATCH and made[None].kind == Kind.ROWS
-            return Value(Kind.BATCH) if is_batch else Value("list", made)
-        listed = getattr(node.args[-1], "elts", []) if name == "map" and len(node.args) == 2 else []
-        if listed and first.kind == "external":
-            calls = [ast.copy_location(ast.Call(node.args[0], [part], []), part) for part in listed]
-            return Value("list", {key: self.external(str(first.of), call) for key, call in enumerate(calls)})
-        if name in ("chain", "filter", "map"):
-            return join(*values)
-        if name == "cycle" and first.kind == "loader":
-            self.findings.edit(*self.source.kept(node, node.args[0], after=".cycle()"))
-        if name == "partial" and first.of in LOADERS:
-            self.gap(node, "functools.partial of DataLoader; call DataLoader itself")
-        if name not in NAMED["kept"] or not values or (name == "abs" and first.kind in NUMBERS):
-            return self.opaque(node, values)
-        self.shown_once(name, node)
-        if name == "int" and isinstance(node.args[0], ast.BinOp) and first.kind in (Kind.PART, Kind.COUNT):
-            return other("is rounded in a share")
-        return Value("each", self.each(first)) if first.kind == "loader" else first
-
-    def _python_len(self, node: ast.Call, values: Values, first: Value) -> Value:
-        around = self.frame.function or self.source.tree
-        if first.kind == Kind.BATCH and takes_apart(around, ast.unparse(node.args[0])):
-            return Value()  # the parts of a batch, not its samples
-        if first.kind in ROWS:
-            return self.part_of(self.shape(first), 0)
-        if first.kind == Kind.OTHER:
-            return other("is a length of what a share makes", first)
-        if first.kind == "list" and LENGTH in first.of:
-            length: Value = first.of[LENGTH]
-            return length
-        if first.kind in NUMBERS and self._begins_empty(node.args[0]):
-            return other("is the number of keys that a share has", first)
-        is_filled = first.kind == "list" and first.is_shared and first.of.keys() == {None}
-        return Value(Kind.PASSES if is_filled else Kind.ALIKE)
-
-    def _begins_empty(self, node: ast.expr) -> bool:
-        """Whether a name is first given an empty dict, which then gets its keys from the data."""
-        around, name = self.frame.function or self.source.tree, ast.unparse(node)
-        assigned = [part for part in ast.walk(around) if isinstance(part, ast.Assign)]
-        made = [part.value for part in assigned if name in map(ast.unparse, part.targets)]
-        calls = [value for value in made if isinstance(value, ast.Call) and not value.keywords]
-        is_call = any(ast.unparse(call.func).rpartition(".")[2] in _GROWING for call in calls)
-        return is_call or any(isinstance(value, ast.Dict) and not value.keys for value in made)
-
-    def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:
-        loop = self.each(first)
-        turn = {"batches": Value("turn"), "rows": Value(Kind.ROW, NUMBERED)}.get(loop.kind, Value())
-        return Value("each", loop.mapped(lambda element: Value("list", {0: turn, 1: element})))
-
-    def _python_zip(self, node: ast.Call, values: Values, first: Value) -> Value:
-        loops = [self.each(value) for value in values]
-        kinds = [kind for kind in ("batches", "rows") if kind in {part.kind for part in loops}]
-        batches = [part for part in loops if part.kind == "batches"]
-        elements = Value("list", dict(enumerate(part.element for part in loops)))
-        sizes = frozenset[str | None]().union(*(part.sizes for part in batches))
-        text = (*(part.text for part in batches), None)[0]
-        return Value("each", Loop(elements, (*kinds, "plain")[0], text, sizes=sizes))
-
-    def _python_next(self, node: ast.Call, values: Values, first: Value) -> Value:
-        """The value of next(); on an iterator over a loader, the loop around becomes a loop over batches."""
-        if first.kind == "instance":
-            return self.next_of(first)
-        over = self.each(first)
-        if over.kind == "batches" and self.loops:
-            loop = self.loops[-1]
-            if loop.kind == "plain":
-                loop.kind, loop.text, loop.frame = "batches", over.text, self.frame
-            loop.taken = {**dict.fromkeys(over.sizes, not self.is_quiet), **loop.taken}
-            self.latest = loop
-        elif over.kind == "batches":
-            self.is_latest, self.latest = True, None
-            self.held_batches.add(node)
-        return replace(over.element, origin=(node, self.source, ())) if over.kind == "batches" else first
-
-    def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
-        is_count = any(argument.kind in (Kind.COUNT, Kind.PART) for argument in values)
-        if is_count and self.is_outside:
-            for argument in node.args:
-                self.total(argument)
-            return Value()
-        # in a model that has time first, these are the steps of time
-        index = Value() if self.in_forward else Value(Kind.ROW, NUMBERED)
-        return Value("each", Loop(index, "rows")) if is_count else Value()
-
-    def _python_sum(self, node: ast.Call, values: Values, first: Value) -> Value:
-        return join(*first.parts) if first.parts else of_tensors("sum", values, True, self.batches, 0)
-
-    def _python_getattr(self, node: ast.Call, values: Values, first: Value) -> Value:
-        if first.kind == "external":
-            return Value("external", f"{first.of}.{values[1].text}")
-        if first.kind != "instance":
-            return self.opaque(node, values)
-        if values[1].text:
-            return self.of_instance(first, str(values[1].text))
-        # "loss_" + name may be any of those that begin so
-        begins = "".join(re.findall(r"^f?'(\w*)(?:' \+ |\{)", ast.unparse(node.args[1])))
-        return join(*(value for name, value in first.of.scope.names.items() if name.startswith(begins)))
-
-    def _python_super(self, node: ast.Call, values: Values, first: Value) -> Value:
-        function = self.frame.function
-        cls = self.source.parents.get(function)
-        own = self.frame.scope.names.get(function.args.args[0].arg) if isinstance(cls, ast.ClassDef) else None
-        is_known = own is not None and own.kind == "instance"
-        return Value("super", (own, cls)) if is_known else self.opaque(node, values)
-
-    def _python_str(self, node: ast.Call, values: Values, first: Value) -> Value:
-        return self.shown(node.args[0]) if node.args else Value()
-
-    _python_repr = _python_str
-
-    def _python_vars(self, node: ast.Call, values: Values, first: Value) -> Value:
-        return self.of_instance(first, "__dict__") if first.kind == "instance" else self.opaque(node, values)
-
-    _python_asdict = _python_astuple = _python_vars
-
-    def _python_deepcopy(self, node: ast.Call, values: Values, first: Value) -> Value:
-        if self.is_model(first):
-            self.copies[self.key(node)] = self.source, node
-        if first.kind == "instance":
-            options = [option.arg for option in node.keywords]  # the fields that dataclasses.replace sets
-            given = dict(zip(options, values[len(node.args) :], strict=True))
-            scope = replace(first.of.scope, names={**first.of.scope.names, **given})
-            return Value("instance", replace(first.of, key=self.key(node), scope=scope))
-        return Value("model", self.key(node)) if self.is_model(first) else first
-
-    _python_copy = _python_replace = _python_deepcopy

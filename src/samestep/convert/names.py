@@ -7,12 +7,13 @@ from dataclasses import replace
 from samestep.convert.adding import FILLED, Adding
 from samestep.convert.project import Scope
 from samestep.convert.source import elements_added, name_of
-from samestep.convert.values import ROWS, Kind, Sum, Value, join, made_at, other
+from samestep.convert.values import ROWS, Kind, Named, Sum, Value, join, made_at, models_of, other
 
 _OWN_LOSS = (
     "the model computes this loss itself, and it is taken for a mean over samples; for one over tokens, of which "
     "samples have unlike numbers, see docs/losses.md"
 )
+_EMPTY = re.compile(r"\{\}|([a-z]+\.)?(dict|OrderedDict)\(\)")
 _HOLDS = "holds values of this process's share"
 
 
@@ -43,9 +44,7 @@ class Names(Adding):
                     filled = self.rows_at(target, old, at)
                 holder.names[container] = replace(filled, since=old.since)
                 return
-            if old.kind in ("list", "dict", Kind.BATCH):
-                filled_in = {**old.by_key, target.slice.value: value}
-                holder.names[container] = Value("dict", filled_in, since=old.since)
+            self.note_element(target, value)
         for known in [known for known in scope.names if known.startswith((f"{name}.", f"{name}["))]:
             del scope.names[known]
         if value.kind == Kind.ROWS and self.batches and name != "_":
@@ -56,6 +55,36 @@ class Names(Adding):
         late = (node,) if node is not None and value.edits else None
         edits = late if value.kind == Kind.VIEWS else value.edits
         scope.names[name] = replace(value, since=self.since, origin=origin, edits=edits)
+
+    def note_element(self, target: ast.expr, value: Value) -> None:
+        """Note the value of an element with a constant key also in the list or dict that holds it."""
+        if not (isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant)):
+            return
+        holder, container = self.place_of(target.value)
+        old = holder.find(container) or Value()
+        is_held = old.kind in ("list", "dict", Kind.BATCH) and self.is_of_turn(old)
+        if is_held or (value.is_shared and self._is_empty(old)):
+            held = {} if old.kind == Kind.ALIKE else old.by_key
+            holder.names[container] = Value("dict", {**held, target.slice.value: value}, since=old.since)
+
+    def know_element(self, target: ast.expr) -> None:
+        """Give an element of a list or dict, to which something is added, a place of its own."""
+        scope, name = self.place_of(target)
+        if (
+            isinstance(target, ast.Subscript)
+            and isinstance(target.slice, ast.Constant)
+            and name not in scope.names
+        ):
+            holder, container = self.place_of(target.value)
+            held = holder.find(container) or Value()
+            element = held.of.get(target.slice.value) if held.kind in ("list", "dict") else None
+            if element is not None and element.is_shared:
+                scope.names[name] = replace(element, since=held.since)
+
+    def _is_empty(self, value: Value) -> bool:
+        """Whether this is a dict that was made without keys, for the same batch."""
+        made = value.origin[0] if value.kind == Kind.ALIKE and value.origin else None
+        return made is not None and bool(_EMPTY.fullmatch(ast.unparse(made))) and self.is_of_turn(value)
 
     def loss_of_model(self, node: ast.AST) -> Value:
         """The loss that a model of a library computes itself: it is taken for a mean over the samples."""
@@ -107,9 +136,28 @@ class Names(Adding):
         value = self.total(node.args[0]) if self.is_lost(receiver, True) else value
         around, is_flat = self.around(scope.find(name) or Value()), name_of(node) == "extend"
         extended = self.extended(base, around, node.args[0], value, is_flat=is_flat)
-        if extended.is_shared or value.models:
+        if extended.is_shared or value.models or extended.kind == "list":
             scope.names[name] = extended
         return Value()
+
+    def merged(self, node: ast.Call, receiver: ast.expr) -> bool:
+        """Follow `losses.update(more)` of a dict that was made for the same batch; whether it is one."""
+        base, given = self.value(receiver), [self.kept(self.value(argument)) for argument in node.args]
+        is_empty = base.kind == Kind.ALIKE and bool(
+            base.origin and _EMPTY.fullmatch(ast.unparse(base.origin[0]))
+        )
+        are_dicts = (base.kind == "dict" or is_empty) and {value.kind for value in given} <= {"dict"}
+        options = {str(option.arg): self.kept(self.value(option.value)) for option in node.keywords}
+        parts = [*(value.of for value in given), options]
+        is_shared = any(value.is_shared for part in parts for value in part.values()) if are_dicts else False
+        if not is_shared or "None" in options or not self.is_of_turn(base) or self.is_lost(receiver, True):
+            return False
+        scope, name = self.place_of(receiver)
+        whole: Named = {} if is_empty else base.of
+        for part in parts:
+            whole = {**whole, **part}
+        scope.names[name] = Value("dict", whole, models_of(*whole.values()), since=base.since)
+        return True
 
     def place_of(self, target: ast.AST) -> tuple[Scope, str]:
         """The scope that has a target's value, and its name there."""

@@ -123,6 +123,8 @@ class Learnt:
 
     eager: set[ast.expr] = field(default_factory=set)  # totalled in the loop, because their sum is used there
     trains: dict[Any, int] = field(default_factory=dict)
+    # of loops in generators: whether the loops that get their batches train
+    feeds: dict[Any, int] = field(default_factory=dict)
     serial: dict[ast.expr, str] = field(default_factory=dict)  # loaders that stay torch's own, and why
 
 
@@ -183,6 +185,7 @@ class Following:
         self.known: dict[ast.AST, Value] = {}  # the latest value of each expression
         self.reached: set[ast.AST] = set()  # functions and loaders that were followed
         self.called_by_line: set[ast.AST] = set()  # functions that a line of the project calls
+        self.names_called: set[str] = set()  # of methods of unknown objects, whose arguments are totalled
         self.opened: dict[ast.AST, bool] = {}  # calls of open: whether all ranks make them equally often
         self.called: set[Any] = set()  # models that were called
         self.called_quietly: set[Any] = set()  # without gradients

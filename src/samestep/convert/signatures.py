@@ -45,7 +45,7 @@ made        ones zeros full rand randn empty randint normal uniform random
 spread      expand repeat repeat_interleave new_zeros new_ones new_empty new_full
 model       to cuda cpu train eval apply float double half requires_grad_
 kept        iter list tuple reversed islice tqdm trange float int abs cycle partial next
-list        append extend add update insert scale items values get pop setdefault copy
+list        append extend add update insert scale items values keys get pop setdefault copy
 bar         set_postfix set_postfix_str set_description
 looked      gather index_select take take_along_dim log_prob cdf
 of_spread   sample rsample log_prob cdf entropy kl_divergence
@@ -167,9 +167,9 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
     is_between |= name in NAMED["paired"] and len(shared) > 1
     if is_between and not in_forward:
         return Value(Kind.OTHER, f"{BETWEEN} ({name}); see docs/losses.md")
-    is_plain = base.kind in NUMBERS or Kind.COLUMNS in {value.kind for value in values}
+    is_plain = base.kind in NUMBERS or not TURNED.isdisjoint(value.kind for value in values)
     if name.rstrip("_") in _OPERATORS and is_plain and len(values) == 2:
-        return combined(_OPERATORS[name.rstrip("_")], *values)
+        return combined(_OPERATORS[name.rstrip("_")], base, values[1], batch)
     if base.kind in TURNED and name in ("t", "squeeze", *_FLAT):
         return turned(base, is_flat=name in _FLAT)
     is_turned = name == "t" or (name == "unsqueeze" and is_over_rows and base.kind == Kind.ROWS)
@@ -231,7 +231,7 @@ def _by_rows(name: str, shared: Values, in_forward: int) -> Value:
     if kinds <= {Kind.ROW}:
         return Value(Kind.ROW)
     if kinds <= NUMBERS and name in NAMED["number"] and len(opened) == 1:
-        return shared[0]
+        return opened[0]
     is_data = name.endswith("Tensor") and shared[0].kind == "list" and None not in shared[0].of
     is_number = kinds <= {Kind.COUNT, Kind.PER} and (is_data or not makes_rows(name))
     if kinds <= {*ROWS, Kind.ROW, Kind.COUNT, Kind.PER} and not (is_number and not in_forward):

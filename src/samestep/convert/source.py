@@ -214,6 +214,11 @@ def takes_apart(around: ast.AST, name: str) -> bool:
     return False
 
 
+def is_unpacked(argument: ast.AST) -> bool:
+    """Whether an argument of a call is `*args` or `**options`."""
+    return isinstance(argument, ast.Starred) or getattr(argument, "arg", "") is None
+
+
 def values_given(node: ast.Call) -> list[ast.expr]:
     """The arguments of a call, by position and by name."""
     return [*node.args, *(option.value for option in node.keywords)]
@@ -227,6 +232,12 @@ def is_flattened(node: ast.Call) -> bool:
     """Whether a method such as `view(-1)` or `reshape(-1, size)` lays the samples' rows end to end."""
     first = ast.unparse(node.args[0]) if node.args else "0"
     return (name_of(node), first) in {("view", "-1"), ("reshape", "-1"), ("flatten", "0")}
+
+
+def makes_column(node: ast.AST) -> bool:
+    """Whether a part of an expression makes a column of a vector, as `ids[:, None]` or `ids.unsqueeze(1)`."""
+    ends = ("[:, None]", ".unsqueeze(1)", ".unsqueeze(-1)", ".view(-1, 1)", ".reshape(-1, 1)")
+    return any(ast.unparse(part).endswith(ends) for part in ast.walk(node) if isinstance(part, ast.expr))
 
 
 def parts_of(node: ast.AST) -> Iterator[ast.AST]:

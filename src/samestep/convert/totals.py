@@ -149,16 +149,22 @@ class Totals(Following):
     def beside_rows(self, nodes: Sequence[ast.expr], values: Values) -> Values:
         """The values of operands: next to rows, a number of the batch is totalled, as in `x + noise * x.std()`."""
         kinds = {value.kind for value in values}
-        is_chosen = any(value.of == CHOSEN for value in values)  # it may have a number for each row
+        # it may have, or has, a number for each row
+        operands = list(zip(nodes, values, strict=True))
+        is_chosen = any(value.of == CHOSEN or self._is_taken(node, value) for node, value in operands)
         is_number_beside = kinds in ({Kind.ROWS, Kind.OTHER}, {Kind.ROWS, Kind.MEAN})
         if not is_number_beside or is_chosen or self.in_forward or not self.may_total():
             return values
-        operands = list(zip(nodes, values, strict=True))
         if any(
             value.kind == Kind.MEAN and self._is_mixed(node, value.edits or ()) for node, value in operands
         ):
             return values
         return [value if value.kind == Kind.ROWS else self.total(node) for node, value in operands]
+
+    def _is_taken(self, node: ast.expr, value: Value) -> bool:
+        """Whether a value has an element for each row, as `centers[y]`."""
+        made = value.origin[0] if value.origin and isinstance(node, ast.Name) else node
+        return isinstance(made, ast.Subscript) and self.known.get(made.slice, Value()).kind in ROWS
 
     def check_totals(self) -> None:
         """Note a gap for each total that some ranks may not reach, or that may get values that all ranks have."""
@@ -266,17 +272,15 @@ class Totals(Following):
         if is_own or value.of == STACKS:
             return None
         if callee.of in MEANS_OF_LISTS and self.known[node.args[0]].kind == "list":
-            text = self.source.text(node.args[0])
             is_part = join(*self.known[node.args[0]].parts).kind == Kind.PART
-            mean = f"samestep.sum(sum({text})) / max(samestep.gather([len({text})]))"
-            is_name = text.replace(".", "").isidentifier()
-            return (self.source.replaced(node, mean),) if is_part and is_name else None
+            batches, is_name = node.args[0], isinstance(node.args[0], ast.Name | ast.Attribute)
+            return self._mean_of_batches(node, batches) if is_part and is_name else None
         names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
         used = filter(None, map(self.frame.scope.find, names))
         is_late = any(part.edits for part in used if part.kind != Kind.VIEWS)
         is_sum = value.kind in _SUMMED and not is_late and name_of(node) != "tolist"
-        # a list of tensors is gathered after it has been joined
-        is_joined = str(callee.of).startswith("torch.") and value.kind == Kind.ROWS
+        # a list of tensors or arrays is gathered after it has been joined
+        is_joined = str(callee.of).startswith(("torch.", "numpy.")) and value.kind == Kind.ROWS
         is_joined = is_joined and bool(node.args) and self.known[node.args[0]].kind == "list"
         # a distribution cannot be gathered, and what it gives can
         is_given = name_of(node) in NAMED["of_spread"] or str(callee.of).endswith("kl_divergence")
@@ -287,6 +291,12 @@ class Totals(Following):
         if callee.kind in _OURS and not is_over_tokens:
             return None
         return self._inside(node, is_over_tokens)
+
+    def _mean_of_batches(self, node: ast.Call, batches: ast.expr) -> Edits:
+        """The edits for a mean over a list with a number for each batch, of which a rank may have fewer, or none."""
+        source, text = self.source, self.source.text(batches)
+        part = f" * (len({text}) / max(samestep.gather([len({text})]))))"
+        return (*source.wrapped(node, "samestep.sum(", part), *source.wrapped(batches, "", " or [0.0]"))
 
     def _wrapped(self, node: ast.expr, value: Value) -> Edits | None:
         """The edits around an expression whose kind can be combined; None for other kinds."""

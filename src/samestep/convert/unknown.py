@@ -35,6 +35,7 @@ class Unknown(Rewrites, Expressions):
             # the object is a model, whatever made it
             self._is_now_a_model(node.func.value, node)  # type: ignore[attr-defined]
             return self.parameters(node)
+        self.names_called.add(name_of(node))
         if name_of(node) == "open":
             return self.file_opened(node)
         shape = [part for value in values for part in value.opened]

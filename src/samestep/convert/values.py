@@ -115,6 +115,8 @@ class Loop:
     number: int = 0
     trains: int = 0  # 1: some turns train; 2: all do
     found_training: int = 0
+    place: Any = None  # what stays the same when the loop is followed again
+    fed_by: tuple[Any, ...] = ()  # the places of the loops in a generator that gives the batches
     together: set[Any] = field(default_factory=set)  # the statements in it that call or train a model
 
     def mapped(self, change: Callable[[Value], Value]) -> "Loop":
@@ -141,6 +143,13 @@ def made_at(value: Value) -> tuple[Any, ...] | None:
     """What totals a value where it is made; None if nothing does."""
     is_number = value.kind in NUMBERS and not isinstance(value.of, Sum)
     return value.edits or ((value.origin[0],) if is_number and value.origin else None)
+
+
+def constants_in(values: Value, place: ast.expr) -> list[ast.expr]:
+    """The constants in a list or dict that stands at this place, and a name for what is none."""
+    made = [part.origin[0] if part.origin else None for part in values.parts]
+    unknown = ast.copy_location(ast.Name("_"), place)
+    return [node if isinstance(node, ast.Constant | ast.UnaryOp) else unknown for node in made]
 
 
 def models_of(*values: Value) -> frozenset[Any]:
@@ -191,11 +200,13 @@ def _either(left: Value, right: Value) -> Value:
     return other("is of several kinds", left, right) if left.is_shared or right.is_shared else left
 
 
-def combined(op: ast.operator, left: Value, right: Value) -> Value:
+def combined(op: ast.operator, left: Value, right: Value, batch: Loop | None = None) -> Value:
     """The result of an operator on two values, of which at least one depends on this rank's share."""
     # a model stands for its parameters, which are equal on all ranks
     left, right = (Value() if value.kind == "model" else value for value in (left, right))
     kinds = {left.kind, right.kind}
+    if isinstance(op, ast.MatMult) and left.kind in TURNED and right.kind in ROWS - TURNED:
+        return Value(Kind.PART, batch)  # a sum over the samples
     if isinstance(op, ast.MatMult) and Kind.COLUMNS in kinds and Kind.ALIKE not in kinds:
         return Value(Kind.OTHER, PAIRS)
     if kinds & ROWS and kinds <= {*ROWS, Kind.ALIKE, Kind.COUNT, Kind.PER}:
