@@ -276,3 +276,10 @@ def test_each_sample_gets_the_number_of_its_class_that_the_whole_batch_has(lines
     text = f"{BEGIN}for x, y in train:\n{lines}    loss.backward()\n"
     assert becomes in _after(text)
     assert not _of(text).gaps
+
+
+def test_a_model_is_replicated_before_the_branch_that_chooses_its_optimizer():
+    begin = f"import sys\n{BEGIN}net = nn.Linear(4, 3)\nprint(net)\n"
+    chosen = "if len(sys.argv) > 1:\n    best = torch.optim.SGD(net.parameters(), 0.1)\n"
+    chosen += "else:\n    best = torch.optim.Adam(net.parameters(), 0.1)\n"
+    assert "print(net)\nnet = samestep.replicate(net)\nif len(sys.argv) > 1:\n" in _after(f"{begin}{chosen}")

@@ -230,10 +230,10 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
         return
     outer: ast.AST = statement
     while not isinstance(outer := source.parents[outer], ast.Module | ast.FunctionDef | ast.ClassDef):
-        # replicate before a loop if the model was made before the loop
-        is_loop = isinstance(outer, ast.For | ast.While) and isinstance(key, tuple)
+        # replicate before a loop or a branch if the model was made before it
+        is_block = isinstance(outer, ast.For | ast.While | ast.If) and isinstance(key, tuple)
         targets = map(ast.unparse, ast.walk(getattr(outer, "target", ast.Constant(0))))
-        if is_loop and name not in targets and not (outer.lineno <= key[1] <= outer.end_lineno):  # type: ignore[attr-defined, index]
+        if is_block and name not in targets and not (outer.lineno <= key[1] <= outer.end_lineno):  # type: ignore[attr-defined, index]
             statement = outer  # type: ignore[assignment]
     call = f"samestep.replicate({name}{options})"
     if name.startswith("*"):
