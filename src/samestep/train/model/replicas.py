@@ -122,7 +122,10 @@ class Replicas(Member, Models):
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Call the script's hooks on parameters after the exchange, so that they get the whole batch's gradient."""
-        held_hooks = [HeldHooks(weight, replica.own_hooks) for replica in self for weight in replica.hooked]
+        arrived: list[HeldHooks] = []  # in the order in which the serial script calls them
+        held_hooks = [
+            HeldHooks(weight, replica.own_hooks, arrived) for replica in self for weight in replica.hooked
+        ]
         try:
             yield
             for replica in self:
@@ -130,7 +133,7 @@ class Replicas(Member, Models):
         finally:
             for hooks in held_hooks:
                 hooks.put_back()
-        for hooks in held_hooks:
+        for hooks in dict.fromkeys(arrived):  # a checkpointed segment gives a gradient in pieces
             hooks.run()
 
     def pass_begins(self, begun: Pass) -> None:
