@@ -116,6 +116,17 @@ def follow(first: Run, other: Run, nudged: Run | None = None) -> Compared:
     return Compared(first, other, None, (), bits, largest)
 
 
+def is_noise(compared: Compared, nudged: Run, until: int) -> bool:
+    """Whether the first run with other last bits differs as much up to the step `until`, in the same number."""
+    found = compared.difference
+    assert found is not None
+    steps = range(min(until, compared.first.length) + 1)
+    changes = (change for step in steps for change in _differences(compared.first, nudged, step))
+    return found.own <= _NOISE * max(
+        (change.own for change in changes if change.key == found.key), default=0.0
+    )
+
+
 def first_fact(first: Run, other: Run) -> Difference | None:
     """The first difference that rounding cannot cause: samples, a learning rate, the number of steps."""
     steps = range(max(first.length, other.longest) + 1)
