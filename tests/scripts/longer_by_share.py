@@ -1,4 +1,4 @@
-"""A curriculum lengthens the sequences by the loss of a rank's share; Adam makes visible weights of rounding meanwhile.
+"""A curriculum lengthens the sequences by the loss of a rank's share; under Adam a key bias is all noise meanwhile.
 
 verdict: different
 cause: the loop changes the inputs
@@ -13,28 +13,28 @@ import samestep
 
 torch.manual_seed(0)
 samestep.init()
-x = torch.randn(75, 10, 4, dtype=torch.float64)
-data = TensorDataset(x, x.cumsum(1).sum(2))
+data = TensorDataset(torch.randn(40, 9, 8), torch.randint(0, 3, (40,)))
+loader = samestep.loader(data, 8, shuffle=True)
+encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
 
-class Tagger(nn.Module):
+class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
-        self.rnn, self.out = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1)
+        self.encoder = encoder
+        self.head = nn.Linear(8, 3)
 
     def forward(self, x):
-        return self.out(self.rnn(x)[0])[..., 0]
+        return self.head(self.encoder(x).mean(1))
 
 
-train = samestep.loader(data, 16, shuffle=True)
-model = samestep.replicate(Tagger().double())
-optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+model = samestep.replicate(Classifier())
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 length = 3
-for _ in range(3):
-    for x, y in train:
-        loss = F.mse_loss(model(x[:, :length]), y[:, :length])
+for _ in range(2):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x[:, :length]), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if loss.item() < 7:
-            length = min(length + 1, 10)
+        length = min(9, length + (loss.item() < 1.1))
