@@ -109,6 +109,11 @@ class Replicas(Member, Models):
         owners = [owner for owner in self if ids and not ids.isdisjoint(map(id, owner.model.parameters()))]
         return any(replica.sums for replica in owners or self)
 
+    def holds_back(self, parameters: Iterable[torch.Tensor]) -> bool:
+        holding = [replica for replica in self if replica.holds_back]
+        ids = {id(parameter) for parameter in parameters if parameter.grad is not None} if holding else ()
+        return any(id(parameter) in ids for replica in holding for parameter in replica.model.parameters())
+
     def holds(self, module: torch.nn.Module) -> bool:
         return any(
             part is module is not replica.model for replica in self for part in replica.model.modules()
