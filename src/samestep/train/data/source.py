@@ -290,7 +290,7 @@ def _nested(dataset: Any) -> Iterator[Any]:
 
 
 def _some_samples(value: Any, dataset: Any) -> list[Any]:
-    """The numbers and names of three samples in a list, tensor or array with an element for each sample of a dataset."""
+    """Numbers and names of three samples in a list, tensor or array with an element for each sample of a dataset."""
     with suppress(TypeError, NotImplementedError):
         length = len(dataset)
         # a class that is derived from list may have a __getitem__ of its own, which reads a sample
