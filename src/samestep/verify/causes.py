@@ -185,7 +185,7 @@ def _numbers_of_the_share(compared: Compared) -> str:
         return "outputs"
     if math.isclose(first.losses[step], other.losses[step], rel_tol=_CLOSE):
         return "gradients"
-    return "numbers"
+    return "numbers later" if step else "numbers"
 
 
 def _shown(compared: Compared) -> tuple[str, str]:

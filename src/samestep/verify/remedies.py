@@ -68,6 +68,9 @@ OF_THE_SHARE = {
     "numbers": "the loss is not a mean over samples: it is computed from all samples of a rank's share together "
     "(pairs, statistics, a maximum, a count, the hardest terms), or from what earlier shares left (a running mean, a "
     f"queue); compute it from samestep.gather(model(x)), or from samestep.sum and mean, or {STEPS}",
+    "numbers later": "the loss is computed with what each rank made of its earlier shares (a running mean, a queue, "
+    "counts, a number that its own loss or accuracy gave), or of all samples of its share together (pairs, a maximum, "
+    "the hardest terms, a count); take samestep.sum, mean or gather of what is made of several samples",
     "gradients": "the loss is the same and its gradient is not: each rank makes (autograd.grad, torch.func), clips, "
     "scales or divides its own (by the number of its samples), or they are averaged by hand with equal weights for "
     "unequal shares, or the loss takes other ranks' values without their gradient, as dist.all_gather does, or a hook "

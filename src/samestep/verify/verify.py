@@ -240,7 +240,7 @@ def _explained(experiments: Experiments, search: Search, report: Report) -> Repo
         remarks.append(CARELESS.format(line))
     if first.size == 1:
         remarks += (first.fact("said") or {}).values()
-    said = _said(experiments, search, last)
+    said = _said(experiments, last)
     return Report(outcomes, report.wants_bits, search.causes, printed, draws, is_augmented, remarks, said)
 
 
