@@ -167,8 +167,8 @@ def _in_the_step(first: Run, other: Run, step: int) -> Iterator[Difference]:
     largest = max((gradient.distance for gradient in gradients), default=0.0)
     apart = _apart(first.losses[step], other.losses[step], scale)
     # with loss="sum" a penalty on the weights is in each rank's loss, and its gradient counts once
-    is_added = any(part.get("adds") for part in theirs.parts) and largest < apart * _ADDED
-    if apart and not is_added:
+    is_added = any(part.get("adds") for part in theirs.parts) and not other.fact("made_sums")
+    if apart and not (is_added and largest < apart * _ADDED):
         yield Difference("loss", step, None, "loss", apart, apart)
     yield from gradients
 

@@ -244,12 +244,11 @@ def _explained(experiments: Experiments, search: Search, report: Report) -> Repo
     return Report(outcomes, report.wants_bits, search.causes, printed, draws, is_augmented, remarks, said)
 
 
-def _said(experiments: Experiments, search: Search, size: int) -> list[str]:
-    """The remarks of a run that the first run does not have; from equal draws, if the search has run it so."""
-    draws = tuple(name for name in search.removed if name == "draws")
-    first, other = (
-        run.fact("said") or {} for run in (experiments.reference(draws), experiments.run(size, draws))
-    )
+def _said(experiments: Experiments, size: int) -> list[str]:
+    """The remarks of a planned run that the first run does not have."""
+    planned = ("draws",) if experiments.first is None else ()
+    first = experiments.reference(planned).fact("said") or {}
+    other = experiments.run(size, planned).fact("said") or {}
     return [text for what, text in other.items() if what not in first]
 
 
