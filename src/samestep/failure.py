@@ -83,7 +83,8 @@ _IF_WRITTEN = (
 )
 _OF_SIZES = re.compile("size|shape|dimension")
 _IF_SIZED = (
-    "this rank has {0} of the batch's {1} samples; where {1} is the batch size, write x.size(0) of the input"
+    "this rank has {0} of the batch's {1} samples; if {1} stands for the size of a batch here, write x.size(0) of the "
+    "input"
 )
 _IF_PADDED = (
     "with same=True pad_packed_sequence pads to the whole batch's longest sequence, and a maximum of lengths is this "
@@ -141,7 +142,10 @@ def add_remedy(error: BaseException, rank: int = 0, share: tuple[int, int] = (0,
     names = [set(frame.f_code.co_names) for frame, _ in traceback.walk_tb(error.__traceback__)]
     if is_of_sizes and mine < batch and any({"pad_packed_sequence", "max"} <= used for used in names):
         said.append(_IF_PADDED)
-    if is_of_sizes and mine < batch and str(batch) in re.findall(r"\d+", str(error)):
+    numbers = re.findall(r"\d+", str(error))
+    # a view that does not fit names the number of elements, not that of samples
+    has_share = str(mine) in numbers or "invalid for input of size" in str(error)
+    if is_of_sizes and mine < batch and str(batch) in numbers and has_share:
         said.append(_IF_SIZED.format(mine, batch))
     if said and not getattr(error, "__notes__", None):
         error.add_note(f"samestep: {said[0]}")

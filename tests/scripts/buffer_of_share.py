@@ -1,7 +1,7 @@
 """A running mean of the input, kept in a buffer by forward, and used there.
 
 verdict: different
-cause: forward changes the buffer mean
+cause: the buffer mean is made of each rank's share
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The teacher's outputs are centred by a running mean of this rank's share.
 
 verdict: different
-cause: or from what earlier shares left (a running mean, a queue)
+cause: with what each rank made of its earlier shares (a running mean, a queue
 """
 
 import copy

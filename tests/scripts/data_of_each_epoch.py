@@ -1,7 +1,7 @@
 """New data are drawn for each epoch, where each rank draws for itself.
 
 verdict: failed
-cause: draw them before the first batch, or with same=True; with --same, where all ranks draw alike, it does not fail
+cause: leave a split by rank to samestep.loader; with --same, where all ranks draw alike, it does not fail
 """
 
 import torch

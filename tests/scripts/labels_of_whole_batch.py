@@ -1,7 +1,7 @@
 """The same with labels for the whole batch, of which a rank has only a share.
 
 verdict: failed
-cause: where 12 is the batch size, write x.size(0) of the input
+cause: if 12 stands for the size of a batch here, write x.size(0) of the input
 """
 
 import torch

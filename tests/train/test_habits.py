@@ -166,7 +166,9 @@ def test_a_batch_size_that_is_written_as_a_number_is_named_where_it_does_not_fit
         else:
             said = ""
         break
-    assert ("has 4 of the batch's 8 samples; where 8 is the batch size" in said) == (world.size > 1)
+    assert ("has 4 of the batch's 8 samples; if 8 stands for the size of a batch here" in said) == (
+        world.size > 1
+    )
 
 
 @pytest.mark.sizes(2)

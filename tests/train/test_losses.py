@@ -41,12 +41,15 @@ WEIGHTS = torch.ones(2, dtype=torch.float64, requires_grad=True)
         (lambda out, y: F.mse_loss(out, y) + 6 * (1 / len(y)) * F.mse_loss(out, y, reduction="sum"), False),
         (lambda out, y: F.mse_loss(out, y) * len(y), True),
         (lambda out, y: F.mse_loss(out, y, reduction="sum") / samestep.sum(len(y)), True),
+        (lambda out, y: -sum(out[i, 0] * y[i, 0] for i in range(len(y))) / 12, True),
+        (lambda out, y: sum(out[i, 0] * y[i, 0] for i in range(len(y))) / len(y) + WEIGHTS.sum(), False),
+        (lambda out, y: added_up(out, y), False),
     ],
     ids=[
         *("reduction", "sum", "divided by the batch", "mean", "divided", "a mean and a sum", "sample by sample"),
         *("sample by sample, divided", "totalled", "a penalty", "features", "gathered", "weighted"),
         *("written out", "in place", "a vector", "by numel", "two for each", "weighed and divided"),
-        *("times len", "divided by all samples"),
+        *("times len", "divided by all samples", "row by row", "row by row, divided", "row by row, in place"),
     ],
 )  # fmt: skip
 def test_a_sum_over_samples_is_said_once(world, loss, is_said):
@@ -64,6 +67,15 @@ def by_numel(out, y):
     """At 2 ranks a share has as many numbers as the batch has samples."""
     two = y.expand(-1, 2)
     return F.mse_loss(out.expand(-1, 2), two, reduction="sum") / two.numel()
+
+
+def added_up(out, y):
+    """The mean over the rows, and a penalty that the rows have no part in."""
+    loss = n = 0
+    for row, wanted in zip(out, y, strict=True):
+        loss -= row[0] * wanted[0]
+        n += 1
+    return loss / n + WEIGHTS.square().sum()
 
 
 def in_place(loss, y):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from samestep.verify.lines import Line
-from samestep.verify.printed import _Near, _pairs
+from samestep.verify.printed import Printed, _differing_between_ranks, _is_times, _Near, _pairs
 from samestep.verify.read import Run
 
 
@@ -107,3 +107,46 @@ def test_words_that_differ_between_two_equal_runs_are_not_compared_and_those_bes
 def test_the_same_words_in_another_order_may_be_those_of_a_set(second: str, is_reordered: bool) -> None:
     pairs = [*_pairs(_printed("{'a', 'b'}"), _printed(second))]
     assert _Near().has_another_order(pairs) == is_reordered
+
+
+@pytest.mark.parametrize(
+    ("first", "now", "is_said"),
+    [
+        ("loss 0.5", "loss 1.004", True),
+        ("25 of 40", "50 of 40", True),
+        ("loss 0.5 of 3", "loss 1.0 of 4", False),
+        ("loss 0.5", "loss 0.9", False),
+        ("loss 0.5", "loss 0.5", False),
+    ],
+)
+def test_numbers_that_are_as_many_times_the_first_as_there_are_processes_are_told(
+    first: str, now: str, is_said: bool
+) -> None:
+    lines = [Line("prints", text, "train.py:1", inside=False) for text in (first, now)]
+    assert _is_times(2, *lines) == is_said
+
+
+def test_where_rank_0_has_the_right_number_by_chance_that_of_another_rank_is_shown() -> None:
+    def run(*texts: str) -> Run:
+        lines = [Line("prints", text, "train.py:1", inside=False) for text in texts]
+        return Run(len(texts), 0, [], [{}], Path(), [{line.place: [line]} for line in lines])
+
+    own = _differing_between_ranks(run("rate 0.25"), run("rate 0.25", "rate 0.11"), _Near())
+    assert own == {"prints rate #": ("rate 0.11", "rate 0.25")}
+
+
+@pytest.mark.parametrize(
+    ("verb", "others", "words"),
+    [
+        ("prints", 0, "outside of `if rank == 0`"),
+        ("writes", 2, "each rank writes a file of this name"),
+        ("prints", 2, "samestep.gather"),
+    ],
+)
+def test_what_to_write_depends_on_the_ranks_that_print_the_line(verb: str, others: int, words: str) -> None:
+    said = str(Printed("train.py:1", verb, "1", "2", False, False, others))
+    endings = ("outside of `if rank == 0`", "each rank writes a file of this name")
+    assert words in said
+    assert [ending for ending in endings if ending in said] == [
+        ending for ending in endings if ending == words
+    ]

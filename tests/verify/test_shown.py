@@ -92,6 +92,14 @@ def test_a_difference_that_is_no_mistake_is_not_shown_as_one(capsys: pytest.Capt
         assert [line[-len(shown) :] for line in lines] == [shown] * len(report.outcomes)
 
 
+def test_what_a_run_says_is_shown_where_the_runs_are_not_the_same() -> None:
+    run = Run(1, 0, [[]], [{}], Path(), [{}])
+    said = ["the loss has a sum over samples"]
+    other = Compared(run, run, difference=Difference("loss", 0, None, "loss"))
+    assert "said: the loss has a sum over samples" in Report({1: other}, False, said=said).lines
+    assert Report({1: Compared(run, run)}, False, said=said).lines == ["same to the bit"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words"),

@@ -156,6 +156,7 @@ def _document(report: "Report") -> dict[str, Any]:
         "causes": [asdict(cause) for cause in report.causes],
         "printed": [asdict(line) for line in report.printed],
         "remarks": report.remarks,
+        "said": report.said,
         "sizes": [_outcome(size, outcome) for size, outcome in report.outcomes.items()],
     }
 

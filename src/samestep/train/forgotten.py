@@ -39,12 +39,14 @@ class Evaluations(Member, Subscriber):
         self._text = self._line = ""
         self._totals_before = (0, 0)
         self._count = self._backwards = 0
-        self._backwards_before = weakref.WeakKeyDictionary[Pass, int]()
+        # for each pass, how many backwards and totals there were when it began
+        self._begun_at = weakref.WeakKeyDictionary[Pass, tuple[int, ...]]()
         group.watch(lambda: self._count, self._unlike_counts)
         self._barrier_of_torch = group.replace(dist, "barrier", self._barrier)
 
     def pass_ends(self, ended: Pass) -> None:
-        if ended.training and self._backwards > self._backwards_before.get(ended, -1):
+        backwards, *totals = self._begun_at.get(ended, (-1, 0, 0))
+        if ended.training and self._backwards > backwards:
             return
         latest, size = ended.latest, self.group.world.size
         if not ended.training:
@@ -57,7 +59,10 @@ class Evaluations(Member, Subscriber):
             )
         self._line, self._totals_before = users_line(), self._totals()
         total = latest.batch_start + latest.all if latest else 0
-        if ended.counted < total and not only_counts():
+        batches = sum(count for _, count in ended.sizes)
+        # the script may take the total of each batch
+        are_totalled = any(now - then >= batches for now, then in zip(self._totals(), totals, strict=True))
+        if ended.counted < total and not are_totalled and not only_counts():
             kind, used = ("loop", "total") if ended.training else ("evaluation", "correct")
             self._text = (
                 f"the {kind} at {self._line} {'called no backward() and ' * ended.training}was not followed by "
@@ -68,7 +73,7 @@ class Evaluations(Member, Subscriber):
     def pass_begins(self, begun: Pass) -> None:
         if begun.training:
             self._say_if_untotalled()
-            self._backwards_before[begun] = self._backwards
+        self._begun_at[begun] = self._backwards, *self._totals()
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -108,7 +113,9 @@ class Evaluations(Member, Subscriber):
     def _totals(self) -> tuple[int, int]:
         """How many totals were taken, by samestep and by torch.distributed, which torchmetrics uses."""
         group: Any = dist.group.WORLD
-        with suppress(RuntimeError):  # a backend that does not count
+        with suppress(
+            RuntimeError, AttributeError
+        ):  # a backend that does not count, or one process without a group
             return self._spine.totals, group._get_sequence_number_for_group()
         return self._spine.totals, 0
 

@@ -10,6 +10,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class Optimizers(Member):
         if self.group.world.size == 1:
             return None
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._say_if_held_back(optimizer)
         if self._spine.origins.at_hand is None:
             if steps == 1 and any(tensor.grad is not None for tensor in self._spine.models.parameters()):
                 say_if_unshared(self.group, f"{type(optimizer).__name__}.step ({users_line()})")
@@ -92,6 +94,15 @@ class Optimizers(Member):
             closure = args[1] if len(args) > 1 else kwargs["closure"]
             return (args[0], self._of_whole_batch(closure)), {}
         return None
+
+    def _say_if_held_back(self, optimizer: Any) -> None:
+        if self._spine.models.holds_back(chain(*(group["params"] for group in optimizer.param_groups))):
+            self.group.say(
+                f"{type(optimizer).__name__}.step ({users_line()}) takes gradients of each rank's own share, since "
+                "the latest backward() was inside no_sync, or in a microbatch that is not the step's last; let "
+                "the last backward() before a step be outside of it",
+                what="held back",
+            )
 
     def _check_owners(self, optimizer: Any) -> None:
         """Collective where a parameter belongs to no replica: its gradient has to be equal on all ranks."""

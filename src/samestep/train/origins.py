@@ -30,7 +30,7 @@ class Origins:
         self._joined = weakref.WeakValueDictionary[int, torch.Tensor]()
         self._worked_on: Share | None = None
         self._left: Pass | None = None
-        self._trains_since = False  # whether a training batch was handed out since a pass was left
+        self._takes_since = False  # whether a batch was handed out since a pass was left
         self.losses = deque[torch.Tensor](maxlen=_MOST_LOSSES)  # the latest losses that were trained
 
     def begin(self, begun: Pass) -> None:
@@ -42,7 +42,7 @@ class Origins:
         """The script gets this batch or microbatch next."""
         this = share.of
         self._put_last(this)
-        self._trains_since |= this.training
+        self._takes_since = True
         if self._group.world.size == 1:
             return
         tensors = list(named_tensors(batch))
@@ -56,7 +56,7 @@ class Origins:
         self._passes = [old for old in self._passes if old is not ended]
 
     def leave(self, left: Pass) -> None:
-        self._left, self._trains_since = left, False
+        self._left, self._takes_since = left, False
 
     @property
     def at_hand(self) -> Share | None:
@@ -142,7 +142,7 @@ class Origins:
     @property
     def evaluated(self) -> Pass | None:
         """The pass that a collected value may be from: the pass left last, if that was after the batch at hand came."""
-        return None if self._trains_since and self.at_hand is not None else self._left
+        return None if self._takes_since and self.at_hand is not None else self._left
 
     def is_ambiguous(self, value: Any) -> bool:
         """Whether a value may be of the pass that was left since, of which this rank had another part."""

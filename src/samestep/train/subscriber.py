@@ -46,6 +46,10 @@ class Models(Subscriber):
         """The parameters of all replicas."""
         return ()
 
+    def holds_back(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether a rank has a gradient of these parameters that the ranks have not exchanged, as inside no_sync."""
+        return False
+
     def exchanging(self) -> AbstractContextManager[None]:
         """Collective. Context manager around a backward; at its end all gradients were exchanged."""
         return nullcontext()

@@ -24,6 +24,7 @@ _BEFORE = r"^(?:\[rank\d+\]: |samestep: rank \d+ of \d+ ended in .*?: )?"
 _EXCEPTION = re.compile(rf"{_BEFORE}(?:\w+\.)*(?!Logs)([A-Z]\w+): (\S.*)", re.MULTILINE)
 _NOTE = re.compile(r"^(?:\[rank\d+\]: )?samestep: (.+)", re.MULTILINE)
 _WAITED = re.compile(r"RuntimeError: .*\b[Tt]imed out waiting")
+_UNLIKE_SIZES = "Received data size doesn't match expected size"  # Gloo ends the process
 _OF_RANKS = {"RanksDiffer", "RankMissing"}
 
 
@@ -105,6 +106,11 @@ def failure_of(run: Run) -> tuple[str, str]:
     """The type and the message of the exception that ended a run."""
     if _WAITED.search(run.failure):
         return "RankMissing", "a rank waited for another that did not come: it ran other code, or stood still"
+    if _UNLIKE_SIZES in run.failure:
+        return (
+            "",
+            "ranks exchanged tensors of unlike sizes, as those of different models, since they ran other code",
+        )
     exceptions = _EXCEPTION.findall(run.failure)
     if not exceptions:
         lines = [line for line in run.failure.splitlines() if line.strip() and "Logs: " not in line]
@@ -179,7 +185,7 @@ def _numbers_of_the_share(compared: Compared) -> str:
         return "outputs"
     if math.isclose(first.losses[step], other.losses[step], rel_tol=_CLOSE):
         return "gradients"
-    return "numbers"
+    return "numbers later" if step else "numbers"
 
 
 def _shown(compared: Compared) -> tuple[str, str]:
@@ -206,7 +212,7 @@ def _shown(compared: Compared) -> tuple[str, str]:
         "mode": f"rank {rank} is in another mode (training or evaluation) than rank 0",
         "steps": f"{first.length} steps {first.at} and {other.length} {_at(compared)}",
         "apart": f"{name} of rank {rank} is not that of rank 0",
-        "buffer": f"forward changes the buffer {name} from each rank's share",
+        "buffer": f"the buffer {name} is made of each rank's share, by forward or by the script",
     }
     return (compared.kind, words[compared.kind]) if compared.kind in words else ("", "")
 

@@ -22,6 +22,7 @@ _CLOSE = 1e-5  # the relative distance that is always allowed
 _LARGEST_TIMES = 20.0  # times the largest distance in the training
 _TIMES_NOISE = 10.0  # times the distance of a run with other last bits
 _TIMES_LINE = 3.0  # times the largest relative distance there of a number in the same line
+_TIMES_CLOSE = 2e-2  # how near to N times a number is, which means of unequal shares add up to
 _MOST_OF_LINE = 3e-2  # the largest relative distance that this allows
 _SHARE = "use samestep.sum, samestep.mean or, for a value of each sample, samestep.gather"
 _ON_ALL_RANKS = "; loop over the loader and call it on every rank, outside of `if rank == 0`"
@@ -31,11 +32,17 @@ _NOISE = (
 )
 _CHOICE = "the choice depends on one rank's share; decide by samestep.sum(correct) or samestep.mean(loss)"
 _TOTAL = (
-    "a value over all ranks that is not the serial script's: it counts samples unequally (take samestep.mean(loss) "
-    "inside the loop, for its batch; divide samestep.sum(total) by samestep.sum(count)), takes them in another order "
-    "(samestep.gather has the order of the samples), or is computed from a share's samples together, as a threshold, "
-    "neighbours or batch statistics are (gather outputs and targets first)"
+    "a value that all ranks have and that is not the serial script's: it counts samples unequally (take "
+    "samestep.mean(loss) inside the loop, for its batch; divide samestep.sum(total) by samestep.sum(count)), takes "
+    "them in another order (samestep.gather has the order of the samples), is of one rank's share (sent to all, or "
+    "alike on them by chance), or is computed from a share's samples together, as a threshold, neighbours or batch "
+    "statistics are (gather outputs and targets first)"
 )
+_TIMES = (
+    "a number is {} times that of 1 process: means of the ranks are added up, or a number that all ranks have; take "
+    "samestep.mean of means, and samestep.sum once, of what each rank counts"
+)
+_EACH_WRITES = "; each rank writes a file of this name: write it on rank 0, from what samestep.gather returns"
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,8 @@ class Printed:
     instead: str
     is_remark: bool
     is_total: bool  # the same on all ranks, but not the serial script's
-    is_on_rank_0: bool
+    others: int  # the largest number of such lines on another rank
+    times: int = 1  # how many times the first run's its numbers are, if they are an integer times those
     more: int = 0  # how many other kinds of lines this line of the script prints
 
     def __str__(self) -> str:
@@ -57,9 +65,10 @@ class Printed:
         if self.verb == "saves":
             return f"{text}; {_CHOICE}"
         if self.is_total:
-            return f"{text}; {_TOTAL}"
+            return f"{text}; {_TIMES.format(self.times) if self.times > 1 else _TOTAL}"
         why = "progress of one rank's share" if self.is_remark else "a value of one rank's share alone"
-        return f"{text}; {why}; {_SHARE}{_ON_ALL_RANKS * self.is_on_rank_0}"
+        where = _ON_ALL_RANKS if not self.others else _EACH_WRITES if self.verb == "writes" else ""
+        return f"{text}; {why}; {_SHARE}{where}"
 
 
 def compare_printed(
@@ -113,9 +122,12 @@ def compare_printed(
         is_right_with_shares = is_of_share and is_decided and any(have(key, line) for have in have_shared)
         if (is_own or is_right_with_shares) and not _names_its_rank(now, other):
             is_remark = now.inside and now.verb != "saves"
-            mine, *theirs = (len(lines.get(now.place, ())) for lines in other.printed)
+            others = max(len(lines.get(now.place, ())) for lines in other.printed[1:])
             texts = now.text.strip(), line.text.strip()
-            shown = Printed(now.at, now.verb, *texts, is_remark, not is_own, max(theirs, default=0) < mine)
+            # rank 0 may have the first run's number by chance
+            texts = own[line.kind] if is_own and texts[0] == texts[1] else texts
+            times = size if _is_times(size, line, now) else 1
+            shown = Printed(now.at, now.verb, *texts, is_remark, not is_own, others, times)
             by_kind.setdefault(line.kind, shown)
     return _by_line(by_kind.values()), note
 
@@ -208,9 +220,15 @@ def _form(line: Line) -> str:
     return _DIGITS.sub("#", line.kind)
 
 
-def _differing_between_ranks(first: Run, alone: Run, near: _Near) -> set[str]:
-    """The kinds of lines that ranks with equal weights print differently."""
-    own, of_rank_0 = set[str](), {key: now for key, _, now in _pairs(first, alone)}
+def _is_times(size: int, line: Line, now: Line) -> bool:
+    """Whether the numbers that differ are all `size` times those of the first run."""
+    pairs = [(float(a), float(b)) for _, a, b in numbers_of(line, now) if a != b]
+    return bool(pairs) and all(math.isclose(b, size * a, rel_tol=_TIMES_CLOSE) for a, b in pairs)
+
+
+def _differing_between_ranks(first: Run, alone: Run, near: _Near) -> dict[str, tuple[str, str]]:
+    """The kinds of lines that ranks with equal weights print differently, each with such a line and the first run's."""
+    own, of_rank_0 = dict[str, tuple[str, str]](), {key: now for key, _, now in _pairs(first, alone)}
     for rank in range(1, alone.size):
         for key, line, theirs in _pairs(first, alone, rank):
             mine = of_rank_0.get(key, theirs)
@@ -218,7 +236,8 @@ def _differing_between_ranks(first: Run, alone: Run, near: _Near) -> set[str]:
                 continue
             is_first = not near.unlike(line, mine) and not near.unlike(line, theirs)
             if not is_first and near.unlike(mine, theirs, 0.0, line):
-                own.add(line.kind)
+                other = theirs if near.unlike(line, theirs) else mine
+                own.setdefault(line.kind, (other.text.strip(), line.text.strip()))
     return own
 
 

@@ -19,7 +19,8 @@ SHOWN = {
 }
 AGAINST_THE_UNTOUCHED = {
     "samples": "give samestep.loader what the script's DataLoader had: dataset, batch_size, shuffle, sampler and "
-    "drop_last, and no seed; let a sample or a stream that draws at random seed a generator of its own",
+    "drop_last, and no seed; a sampler's set_epoch is called for each pass; let a sample or a stream that draws at "
+    "random seed a generator of its own",
     "rate": "give the optimizer and its schedule the numbers that the untouched script gives them",
     "first weights": "set the same seed, and draw nothing else before the model is built",
     "steps": "train for as many epochs of as many batches, and stop by the same values",
@@ -61,11 +62,15 @@ OF_THE_SHARE = {
     "given": "the same samples are other numbers: the dataset or its collate_fn draws from a generator of its own, "
     "counts its calls, or computes from the other samples of a batch; draw from torch's, Python's or NumPy's own "
     "stream, which is seeded for each sample, and compute on each sample alone",
-    "outputs": "the model computes over all samples of its input together (a mean, a normalization, a maximum), and "
-    f"each rank has only its share; compute on each sample, or use samestep.gather or mean inside, or {STEPS}",
+    "outputs": "the model computes over all samples of its input together (a mean, a normalization, a maximum), or "
+    "with what was made of earlier shares (a mask, a temperature), and each rank has only its share; compute on each "
+    f"sample, or use samestep.gather, sum or mean for what is made of several, or {STEPS}",
     "numbers": "the loss is not a mean over samples: it is computed from all samples of a rank's share together "
     "(pairs, statistics, a maximum, a count, the hardest terms), or from what earlier shares left (a running mean, a "
     f"queue); compute it from samestep.gather(model(x)), or from samestep.sum and mean, or {STEPS}",
+    "numbers later": "the loss is computed with what each rank made of its earlier shares (a running mean, a queue, "
+    "counts, a number that its own loss or accuracy gave), or of all samples of its share together (pairs, a maximum, "
+    "the hardest terms, a count); take samestep.sum, mean or gather of what is made of several samples",
     "gradients": "the loss is the same and its gradient is not: each rank makes (autograd.grad, torch.func), clips, "
     "scales or divides its own (by the number of its samples), or they are averaged by hand with equal weights for "
     "unequal shares, or the loss takes other ranks' values without their gradient, as dist.all_gather does, or a hook "

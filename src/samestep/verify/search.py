@@ -11,7 +11,7 @@ from samestep.verify.causes import Cause, came_apart, failure_of, says_its_cause
 from samestep.verify.experiments import Experiments, Removed
 from samestep.verify.read import alike
 from samestep.verify.remedies import OWN_DRAWS, STILL_UNSTABLE
-from samestep.verify.trajectory import SOFT, Compared, first_fact, follow
+from samestep.verify.trajectory import SOFT, Compared, first_fact, follow, is_noise
 
 _MOST_CAUSES = 8
 _MOST_LINES = 2
@@ -143,9 +143,11 @@ class Search:
         """A note if the training amplifies rounding as much at the first size, from changed last bits; else None."""
         if compared.kind not in SOFT or not compared.step:
             return None
-        first = compared.first
+        first, until = compared.first, 3 * compared.step + 5
         nudged = follow(first, self._experiments.reference(self.removed, "nudged"))
-        if nudged.kind not in SOFT or not 0 < nudged.step <= 3 * compared.step + 5:
+        if nudged.kind not in SOFT or not 0 < nudged.step <= until:
+            return None
+        if not is_noise(compared, nudged.run, until):
             return None
         loss = "" if nudged.run.last_loss is None else f", which ends at the loss {nudged.run.last_loss:.5g}"
         return (

@@ -17,6 +17,7 @@ from samestep.verify.read import EPSILON, Digests, Run, alike
 _JUMP = 10.0  # a mistake exceeds the largest earlier distance by this factor
 _NOISE = 30.0  # a mistake exceeds a tensor's noise by this factor
 _CHAOS = 1e-2  # above this, a distance needs no jump
+_ADDED = 0.1  # if gradients of added losses are as much closer than the losses, these have equal terms
 _TERMS = 0.1  # the size of a loss's terms, relative to gradient norm times weight norm
 _OF_NORMS = {"max_norm": 1e-2, "clip_value": 1e-2}  # a script may compute these from earlier gradients
 SOFT = ("weights", "buffer", "loss", "grad")  # the kinds of differences that rounding can make
@@ -116,6 +117,17 @@ def follow(first: Run, other: Run, nudged: Run | None = None) -> Compared:
     return Compared(first, other, None, (), bits, largest)
 
 
+def is_noise(compared: Compared, nudged: Run, until: int) -> bool:
+    """Whether the first run with other last bits differs as much up to the step `until`, in the same number."""
+    found = compared.difference
+    assert found is not None
+    steps = range(min(until, compared.first.length) + 1)
+    changes = (change for step in steps for change in _differences(compared.first, nudged, step))
+    return found.own <= _NOISE * max(
+        (change.own for change in changes if change.key == found.key), default=0.0
+    )
+
+
 def first_fact(first: Run, other: Run) -> Difference | None:
     """The first difference that rounding cannot cause: samples, a learning rate, the number of steps."""
     steps = range(max(first.length, other.longest) + 1)
@@ -151,9 +163,14 @@ def _in_the_step(first: Run, other: Run, step: int) -> Iterator[Difference]:
     # terms of a loss may cancel out, which leaves only rounding; the gradient shows how large the terms are
     terms = _TERMS * total(mine.grad) * total(mine.param)
     scale = max(terms, *map(abs, first.losses[: step + 1]))
-    if apart := _apart(first.losses[step], other.losses[step], scale):
+    gradients = [*_tensors("grad", step, mine.grad, theirs.grad, 0.0, total(mine.grad))]
+    largest = max((gradient.distance for gradient in gradients), default=0.0)
+    apart = _apart(first.losses[step], other.losses[step], scale)
+    # with loss="sum" a penalty on the weights is in each rank's loss, and its gradient counts once
+    is_added = any(part.get("adds") for part in theirs.parts) and not other.fact("made_sums")
+    if apart and not (is_added and largest < apart * _ADDED):
         yield Difference("loss", step, None, "loss", apart, apart)
-    yield from _tensors("grad", step, mine.grad, theirs.grad, 0.0, total(mine.grad))
+    yield from gradients
 
 
 def _times_ranks(first: Run, other: Run, nudged: Run | None, step: int) -> Iterator[Difference]:

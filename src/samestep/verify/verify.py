@@ -18,6 +18,7 @@ from samestep.verify.search import Search, draws_of
 from samestep.verify.trajectory import Compared
 
 _ORDER = ("bits", "rounding", "with_same", "augmented", "printed", "unfinished", "different", "failed")
+_WRONG = ("printed", "unfinished", "different", "failed")
 _IN_CHILDREN = (
     "{} trains in processes that it starts itself ({}), which verify does not see; call the training in the script "
     "itself: samestep run starts the processes"
@@ -60,6 +61,9 @@ class Report:
     draws: str = ""  # what differs without --same, because each rank draws its own numbers
     is_augmented: bool = False  # whether the scripts only agree if each sample draws equally
     of_first: Sequence[str] = ()  # remarks on the first run
+    said: Sequence[
+        str
+    ] = ()  # what samestep says of the script at the last number of processes, and not at the first
     unfinished: str = ""  # what kept the search for causes, and the comparison of printed lines, from its end
 
     @property
@@ -108,6 +112,7 @@ class Report:
         """The report: remarks, further causes, findings in the output, rounding; the last line is the verdict."""
         return [
             *(f"remark: {remark}" for remark in self.remarks),
+            *(f"said: {text}" for text in self.said if self.verdict in _WRONG),
             *(f"also: {cause.sentence}" for cause in self.harmful[1:]),
             *(f"no mistake: {cause.sentence}" for cause in self.causes if cause.is_harmless),
             *(f"printed: {line}" for line in self.findings),
@@ -235,7 +240,16 @@ def _explained(experiments: Experiments, search: Search, report: Report) -> Repo
         remarks.append(CARELESS.format(line))
     if first.size == 1:
         remarks += (first.fact("said") or {}).values()
-    return Report(outcomes, report.wants_bits, search.causes, printed, draws, is_augmented, remarks)
+    said = _said(experiments, last)
+    return Report(outcomes, report.wants_bits, search.causes, printed, draws, is_augmented, remarks, said)
+
+
+def _said(experiments: Experiments, size: int) -> list[str]:
+    """The remarks of a planned run that the first run does not have."""
+    planned = ("draws",) if experiments.first is None else ()
+    first = experiments.reference(planned).fact("said") or {}
+    other = experiments.run(size, planned).fact("said") or {}
+    return [text for what, text in other.items() if what not in first]
 
 
 def _draws(search: Search, outcomes: dict[int | None, Compared], last: int, differing: Sequence[int]) -> str:

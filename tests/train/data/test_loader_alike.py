@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,7 +65,11 @@ class Wrapper(Dataset):
 def test_numbers_that_a_dataset_of_the_users_drew_for_itself_are_said_and_what_its_use_changes_is_not(world):
     rank = float(world.rank)
     alike = Own(np.ones((6, 2)), [f"/node{world.rank}/{i}.png" for i in range(6)])
+    files = [Path(f"/data/{i}.png") for i in range(18)][world.rank :: 3][
+        :6
+    ]  # split by rank, beside the loader
     apart = [Own(np.full((6, 2), rank)), Wrapper(Own(torch.full((6, 2), rank))), [(rank, "a")] * 6]
+    apart += [Own(files), Own([str(file) for file in files])]
     said = StringIO()
     with redirect_stderr(said):
         for _ in samestep.loader(alike, 4):

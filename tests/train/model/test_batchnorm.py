@@ -97,6 +97,18 @@ def test_synced_statistics_and_gradients_are_those_of_the_whole_batch(world, mom
         assert torch.allclose(buffer.double(), other.double(), rtol=1e-12), name
 
 
+def test_without_running_statistics_an_evaluation_takes_those_of_the_whole_batch(world):
+    model = samestep.replicate(made(track_running_stats=False), sync_batchnorm=True).eval()
+    plain = made(track_running_stats=False).eval()
+    whole = data(12).tensors[0]
+    with torch.no_grad():
+        rows = samestep.gather(torch.cat([model(x) for (x,) in samestep.loader(data(12), 6)]))
+        wanted = plain(whole[:6]), plain(whole[6:])
+    torch.testing.assert_close(rows, torch.cat(wanted))
+    if world.rank == 0:  # outside of a loader a rank may evaluate alone
+        torch.testing.assert_close(model(whole), plain(whole))
+
+
 def test_synced_layers_stay_batchnorms_and_their_copies_are_plain_ones(world):
     model = samestep.replicate(made(), sync_batchnorm=True)
     assert isinstance(model[0], nn.BatchNorm1d)

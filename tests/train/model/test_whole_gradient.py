@@ -137,6 +137,21 @@ def test_the_gradient_of_what_is_added_to_the_input_divides_by_the_whole_batch(w
         torch.testing.assert_close(samestep.gather(slope(model, x)), wanted)
 
 
+def test_hooks_on_parameters_are_called_in_the_order_in_which_the_serial_script_calls_them(world):
+    def hooked(model):
+        called = []
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+        return model, called
+
+    (plain, wanted), (model, called) = hooked(Net()), hooked(samestep.replicate(Net()))
+    plain(rows(13)).square().mean().backward()
+    for (x,) in samestep.loader(TensorDataset(rows(13)), 13):
+        model(x).square().mean().backward()
+    assert len(called) == 4
+    assert called == wanted
+
+
 @pytest.mark.parametrize("steps_in_hook", [False, True])
 def test_hooks_on_parameters_get_the_gradient_of_the_whole_batch(world, steps_in_hook):
     def hooked(model):

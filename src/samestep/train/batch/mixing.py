@@ -6,6 +6,7 @@ h.mean()` is exact. `e.mean().sqrt()`, `e.mean() * h.mean()` and `e.softmax(0)` 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from samestep.train.script.sizes import number_in_line
 
 _MOVES = "moves samples within a batch"
 _COMPARES = "compares the samples of a batch"
+_ADDING = {"add", "sub"}
 _MOVING = {"flip", "roll"}
 _COMPARING = {"sort", "topk", "kthvalue", "median", "cumsum", "_softmax", "_log_softmax"}
 _PICKS = {
@@ -65,13 +67,15 @@ def averaged(
     arguments = arguments_of(func, args, kwargs)
     if does := _mixes(name, arguments, operands, probe, order, rows.mine):
         return Averaged(f"{does} ({users_line()})")
+    of_model = any(operand.tensor.requires_grad for operand in operands)
     # where a size is not followed, as in the gradient of an attack, a dimension may be the batch's
     is_sure = any(have_batch) and all(operand.sure and operand.probe is not None for operand in operands)
     is_reduced = is_sure and isinstance(probe, torch.Tensor) and probe.shape == result.shape
     if not averages and (not is_reduced or name in _PICKS):
-        return None
-    of_model = any(average.of_model for average in averages)
-    of_model |= any(operand.tensor.requires_grad for operand in operands)
+        # samples that a loop of the script has added, each of them once
+        is_sum = name in _ADDING and not any(have_batch) and 1 < rows.mine == len(order or ())
+        return Averaged("", of_model, sums=True) if is_sum else None
+    of_model |= any(average.of_model for average in averages)
     sums, means = any(average.sums for average in averages), any(average.means for average in averages)
     if not averages:
         sums = arguments.get("reduction", 1 + (name in {*_COUNTS, *_PRODUCTS})) == 2
@@ -156,13 +160,17 @@ def mixed_by_copy(target: Traced, source: Traced) -> str:
 
 
 def order_kept(func: Any, operands: Sequence[Traced], has_batch: bool) -> Order:
-    """The order of the samples in an operation's result; zeros_like of a single sample is not that sample."""
+    """The order of the samples in an operation's result, also in a sum of single samples; zeros_like of a single sample
+    is not that sample."""
     if torch.Tag.nondeterministic_seeded in func.tags and "dropout" not in func._opname:
         return None
     sources = () if _uses_only_sizes(func._opname) and not has_batch else operands
     orders = [source.order for source in sources if source.has_batch == has_batch]
-    is_drawn = bool(orders) and set(orders) == {None}
-    return None if is_drawn else next(filter(None, orders), ())
+    if orders and set(orders) == {None}:
+        return None
+    singles = [*chain(*filter(None, orders))]
+    is_sum = func._opname.removesuffix("_") in _ADDING and not has_batch and len({*singles}) == len(singles)
+    return tuple(singles) if is_sum else next(filter(None, orders), ())
 
 
 def draws_for_moved(func: Any, operands: Sequence[Traced]) -> bool:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 import numpy as np
@@ -61,7 +62,10 @@ class Options(TypedDict, total=False):
 
 
 Kind = TypeVar("Kind", bound=Any)
-_DRAWN_ALIKE = "seed what draws them on every rank, and draw them before the first batch, or with same=True"
+_DRAWN_ALIKE = (
+    "seed what draws them on every rank, and draw them before the first batch, or with same=True; leave a split by "
+    "rank to samestep.loader"
+)
 _OF_WORKERS = {"persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
 
 
@@ -268,7 +272,7 @@ def chosen(dataset: Any, *, is_unused: bool = True) -> tuple[str, str]:
                     floats.update(content(tensor[:: max(1, len(tensor) // 2)]))
         elif is_unused:
             for value in (part, *getattr(part, "__dict__", {}).values()):
-                floats.update(content(_some_numbers(value, part)))
+                floats.update(content(_some_samples(value, part)))
     return digest.hexdigest(), floats.hexdigest()
 
 
@@ -285,21 +289,23 @@ def _nested(dataset: Any) -> Iterator[Any]:
             )
 
 
-def _some_numbers(value: Any, dataset: Any) -> list[Any]:
-    """The numbers of three samples in a list, tensor or array that has an element for each sample of a dataset."""
+def _some_samples(value: Any, dataset: Any) -> list[Any]:
+    """Numbers and names of three samples in a list, tensor or array with an element for each sample of a dataset."""
     with suppress(TypeError, NotImplementedError):
         length = len(dataset)
         # a class that is derived from list may have a __getitem__ of its own, which reads a sample
         is_plain = type(value) in (list, tuple) or isinstance(value, torch.Tensor | np.ndarray)
         if is_plain and len(value) == length > 0:
-            return [_numbers_in(value[at]) for at in (0, length // 2, length - 1)]
+            return [_content_of(value[at]) for at in (0, length // 2, length - 1)]
     return []
 
 
-def _numbers_in(sample: Any) -> Any:
-    """A sample without its texts: the path of a file may be another on each node."""
+def _content_of(sample: Any) -> Any:
+    """A sample's numbers and names: of a file without its folder, which may be another on each node."""
     if isinstance(sample, list | tuple):
-        return [_numbers_in(part) for part in sample]
+        return [_content_of(part) for part in sample]
+    if isinstance(sample, str | PurePath):
+        return PurePath(sample).name
     return sample if isinstance(sample, torch.Tensor | np.ndarray | np.generic | int | float) else None
 
 

@@ -13,6 +13,13 @@ from samestep.train.group.device import has_synced_kernels
 from samestep.train.passes import Share
 from samestep.train.step import spine
 
+_NO_SAMPLES = {
+    True: "BatchNorm is in training mode in an evaluation, and its batch of {} leaves ranks without one; call "
+    "model.eval() before the evaluation and model.train() after it, or give its loader drop_last=True",
+    False: "BatchNorm has no running statistics and takes a batch's in an evaluation, where a batch of {} leaves ranks "
+    "without one; give its loader drop_last=True, or leave track_running_stats=False out",
+}
+
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
@@ -31,19 +38,16 @@ class Synced:
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(self, BATCH_NORMS)
         share = spine().origins.trained
-        if not self.training:
+        # without running statistics an evaluation takes those of its batch; outside of a loader each rank has all of it
+        if not self.training and (self.running_mean is not None or share is None):
             return super().forward(input)  # type: ignore[misc,no-any-return]
         if share is not None and not share.of.training and 0 < share.all < dist.get_world_size():
-            raise UsageError(
-                "BatchNorm is in training mode in an evaluation, and its batch of "
-                f"{counted(share.all, 'sample')} leaves ranks without one; call model.eval() before the evaluation and "
-                "model.train() after it, or give its loader drop_last=True"
-            )
+            raise UsageError(_NO_SAMPLES[self.training].format(counted(share.all, "sample")))
         is_early = self.early_calls > 0
         if is_early:
             self.early_calls -= 1
         fits = has_synced_kernels(input.device) and not lends(share, dist.get_world_size())
-        if fits and not is_early and not spine().derives_twice:
+        if fits and self.training and not is_early and not spine().derives_twice:
             return torch.nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         with _disable_current_modes():  # statistics have no batch dimension to follow

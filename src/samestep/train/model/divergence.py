@@ -119,7 +119,7 @@ def _difference(name: str, column: Sequence[str | None], when: str) -> RanksDiff
         )
     odd = [rank for rank, value in enumerate(column) if value != commonest]
     return RanksDiffer(
-        f"{said} of {name_ranks(odd)} is not what {ranks[commonest]} have; memory of that process, or code that "
-        "only it runs, changed it: start again, or from an older checkpoint",
+        f"{said} of {name_ranks(odd)} is not what {ranks[commonest]} have; code that only it runs, a number of its own "
+        "share, as a learning rate by its loss, or its memory changed it: start again, or from an older checkpoint",
         ranks=odd,
     )

@@ -122,7 +122,8 @@ def hooks_on(parameter: torch.Tensor, ours: Container[int]) -> list[list[Callabl
 class HeldHooks:
     """The script's hooks on a parameter, kept back during a backward: DDP exchanges the gradient after them."""
 
-    def __init__(self, parameter: torch.Tensor, ours: Container[int]) -> None:
+    def __init__(self, parameter: torch.Tensor, ours: Container[int], arrived: list["HeldHooks"]) -> None:
+        """In this backward they are added to `arrived` when the parameter gets its gradient."""
         self._parameter, self._hooks = parameter, hooks_on(parameter, ours)
         self._before = None if parameter.grad is None else parameter.grad.clone()
         kinds: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
@@ -130,8 +131,10 @@ class HeldHooks:
         for hooks, kept in self._kept:
             hooks.clear()
             hooks.update((key, hook) for key, hook in kept.items() if key in ours)
+        self._arrival = parameter.register_post_accumulate_grad_hook(lambda _: arrived.append(self))  # type: ignore[no-untyped-call]
 
     def put_back(self) -> None:
+        self._arrival.remove()
         for hooks, kept in self._kept:
             hooks.clear()
             hooks.update(kept)

@@ -70,6 +70,7 @@ class Replica:
         self.hooked: list[torch.nn.Parameter] = []
         # DDP's exchange: "due" in the next backward, "under way" in this backward, "missed" by this backward
         self._exchange = ""
+        self.holds_back = False  # whether the latest backward exchanged nothing, as inside no_sync
         self._called_at = -1
         self._seen_parameters: set[int] = set()
         self.moves_buffers = False
@@ -211,9 +212,11 @@ class Replica:
         if exchanges:
             self._exchange = "due"
         output = self.ddp(*args, **kwargs)
-        if exchanges:
-            on_backward(output, _weakly(self._note_backward))
+        on_backward(output, _weakly(self._note_backward if exchanges else self._hold_back))
         return output
+
+    def _hold_back(self) -> None:
+        self.holds_back = True
 
     def _note_backward(self) -> None:
         """Backward has reached an output of this model. DDP exchanges only in the first backward after a call."""
@@ -243,13 +246,13 @@ class Replica:
 
     def _end_exchange(self) -> None:
         """All ranks have exchanged, unless DDP misses a gradient; the script's hooks then wait for no other rank."""
-        self._exchange = ""
+        self._exchange, self.holds_back = "", False
         if not self._missing():
             self._group.enter("backward")
 
     def _exchange_again(self) -> None:
         """Collective. Average gradients where DDP did not exchange, as in the second backward of a call."""
-        self._exchange = ""
+        self._exchange, self.holds_back = "", False
         with self._group.waiting(f"the gradients of {type(self.model).__name__}"):
             average(self._trained())
 

@@ -109,6 +109,11 @@ class Replicas(Member, Models):
         owners = [owner for owner in self if ids and not ids.isdisjoint(map(id, owner.model.parameters()))]
         return any(replica.sums for replica in owners or self)
 
+    def holds_back(self, parameters: Iterable[torch.Tensor]) -> bool:
+        holding = [replica for replica in self if replica.holds_back]
+        ids = {id(parameter) for parameter in parameters if parameter.grad is not None} if holding else ()
+        return any(id(parameter) in ids for replica in holding for parameter in replica.model.parameters())
+
     def holds(self, module: torch.nn.Module) -> bool:
         return any(
             part is module is not replica.model for replica in self for part in replica.model.modules()
@@ -122,7 +127,10 @@ class Replicas(Member, Models):
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Call the script's hooks on parameters after the exchange, so that they get the whole batch's gradient."""
-        held_hooks = [HeldHooks(weight, replica.own_hooks) for replica in self for weight in replica.hooked]
+        arrived: list[HeldHooks] = []  # in the order in which the serial script calls them
+        held_hooks = [
+            HeldHooks(weight, replica.own_hooks, arrived) for replica in self for weight in replica.hooked
+        ]
         try:
             yield
             for replica in self:
@@ -130,7 +138,7 @@ class Replicas(Member, Models):
         finally:
             for hooks in held_hooks:
                 hooks.put_back()
-        for hooks in held_hooks:
+        for hooks in dict.fromkeys(arrived):  # a checkpointed segment gives a gradient in pieces
             hooks.run()
 
     def pass_begins(self, begun: Pass) -> None:

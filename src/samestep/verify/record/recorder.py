@@ -118,6 +118,7 @@ class Recorder:
             "clock": self._reads.clock,
             "seeded": self._reads.seeded,
             "whole_batches": "shares" in self._removed,
+            "made_sums": "sum" in self._removed or "counts" in self._removed,
             "own": sorted(self._own, reverse=True),
             "widths": self._widths,
             "drawn": self._drawn.draws,

@@ -2,30 +2,37 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.distributed import DistributedSampler
 
 import samestep
-from samestep.train import passes, totals
+from samestep.train import optimizers, passes, totals
 from samestep.train.data import loader as loaders
 from samestep.train.data import share, steps
 from samestep.train.data.batches import _Seeded
 from samestep.train.group import world
 from samestep.train.model import replica, replicate, weighing
 from samestep.train.model.replicas import Replicas
+from samestep.train.script.lines import scripts_frame
 from samestep.train.weights import Weights
 from samestep.verify.record import wrap
 
 _SEED = 20
+_BETWEEN = (
+    str(Path(__file__).parent),
+    optimizers.__file__,
+)  # these call torch.distributed on behalf of the script
 
 
 class Removed:
@@ -51,6 +58,8 @@ class Removed:
             (replicate.replicate.__kwdefaults__ or {})["loss"] = "sum"
         if "shares" in self:
             _share_nothing()
+            if "*" in self.values("world"):
+                _exchange_nothing()
         if "augment" in self:
             wrap(_Seeded, "_sample", lambda original, of, seed, epoch, index: original(of, 0, 0, index))
             wrap(_MapDatasetFetcher, "__init__", _fix_draws)
@@ -113,6 +122,44 @@ def _seed() -> None:
 
 def _with_a_seed(call: Callable[..., Any], *seed: Any, **options: Any) -> Any:
     return call(*seed, **options) if options or any(value is not None for value in seed) else call(_SEED)
+
+
+def _exchange_nothing() -> None:
+    """Answer what the script asks of torch.distributed as at one process: it believes to be alone."""
+    done = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
+
+    def answer(fill: Callable[..., None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+            frame = frame.f_back
+        if frame is None or scripts_frame(frame) is not frame:
+            return original(*args, **kwargs)
+        fill(*args, **kwargs)
+        return done
+
+    for name, fill in _FILLED.items():
+        wrap(dist, name, partial(answer, fill))
+
+
+def _fill_tensors(tensor_list: list[torch.Tensor], tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+    for part in tensor_list:
+        part.copy_(tensor)
+
+
+def _fill_objects(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _fill_tensor(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+    output_tensor.copy_(input_tensor.view_as(output_tensor))
+
+
+_FILLED: Mapping[str, Callable[..., None]] = {
+    **dict.fromkeys(("all_reduce", "reduce"), lambda *_, **__: None),
+    "all_gather": _fill_tensors,
+    "all_gather_object": _fill_objects,
+    "all_gather_into_tensor": _fill_tensor,
+}
 
 
 def _share_nothing() -> None:
