@@ -113,9 +113,8 @@ class Evaluations(Member, Subscriber):
     def _totals(self) -> tuple[int, int]:
         """How many totals were taken, by samestep and by torch.distributed, which torchmetrics uses."""
         group: Any = dist.group.WORLD
-        with suppress(
-            RuntimeError, AttributeError
-        ):  # a backend that does not count, or one process without a group
+        # a backend that does not count, or one process without a group
+        with suppress(RuntimeError, AttributeError):
             return self._spine.totals, group._get_sequence_number_for_group()
         return self._spine.totals, 0
 

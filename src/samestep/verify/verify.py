@@ -61,9 +61,7 @@ class Report:
     draws: str = ""  # what differs without --same, because each rank draws its own numbers
     is_augmented: bool = False  # whether the scripts only agree if each sample draws equally
     of_first: Sequence[str] = ()  # remarks on the first run
-    said: Sequence[
-        str
-    ] = ()  # what samestep says of the script at the last number of processes, and not at the first
+    said: Sequence[str] = ()  # what the run at the last size says of the script, and the first does not
     unfinished: str = ""  # what kept the search for causes, and the comparison of printed lines, from its end
 
     @property

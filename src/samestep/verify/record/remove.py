@@ -29,10 +29,8 @@ from samestep.train.weights import Weights
 from samestep.verify.record import wrap
 
 _SEED = 20
-_BETWEEN = (
-    str(Path(__file__).parent),
-    optimizers.__file__,
-)  # these call torch.distributed on behalf of the script
+# files that call torch.distributed on behalf of the script
+_BETWEEN = (str(Path(__file__).parent), optimizers.__file__)
 
 
 class Removed:
