@@ -28,7 +28,7 @@ def _differing(name, styles):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_script_in_another_style_is_converted_alike(style):
-    for name in NAMES[list(STYLES).index(style) :: len(STYLES)]:
+    for name in NAMES[list(STYLES).index(style) :: 3 * len(STYLES)]:
         assert not _differing(name, [style]), name
 
 

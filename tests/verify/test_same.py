@@ -89,6 +89,7 @@ def test_a_conversion_is_compared_with_the_untouched_script(script: str, sizes: 
     assert verdict == f"your conversion takes the serial script's step: {said}"
 
 
+@pytest.mark.slow
 def test_a_conversion_without_draws_is_the_same_also_without_same(nest: Nest) -> None:
     serial = (
         Path(_edited("dropout", ("Dropout(0.3)", "Dropout(0.0)"), *_SERIAL)).rename("serial.py").resolve()
