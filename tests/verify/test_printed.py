@@ -150,3 +150,8 @@ def test_what_to_write_depends_on_the_ranks_that_print_the_line(verb: str, other
     assert [ending for ending in endings if ending in said] == [
         ending for ending in endings if ending == words
     ]
+
+
+def test_a_name_of_digits_and_letters_is_one_word_and_a_duration_is_none():
+    words = Line("prints", "run 12ab34 took 1h30m, loss 5e-3", "", False).words
+    assert words == ("run", "12ab34", "took", ",", "loss", "#")
