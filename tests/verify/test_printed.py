@@ -18,7 +18,7 @@ from samestep.verify.read import Run
         ("loss 1.2e-3", "loss 4.1e-4", True),
         ("took 12.31 s, 4000 images/s", "took 7.22 s, 9000 images/s", False),
         ("correct 350", "correct 175", True),
-        ("digest 5e7312 0e9999", "digest 5e7313 0e9998", False),
+        ("far 1.5e7312 0.5e-9999", "far 1.5e7313 0.5e-9998", False),
         ("loss 1.61361 min 0.00235", "loss 1.76002 min 0.00235", True),
         ("mean 2 min: 0.1 max 4", "mean 3 min: 0.1 max 4", True),
         ("mean 1.5 min -0.1 s", "mean 1.7 min -0.1 s", False),
@@ -153,5 +153,5 @@ def test_what_to_write_depends_on_the_ranks_that_print_the_line(verb: str, other
 
 
 def test_a_name_of_digits_and_letters_is_one_word_and_a_duration_is_none():
-    words = Line("prints", "run 12ab34 took 1h30m, loss 5e-3", "", False).words
-    assert words == ("run", "12ab34", "took", ",", "loss", "#")
+    words = Line("prints", "run 12xy34 of 3e641a took 1h30m, loss 5e-3 of 100e10", "", False).words
+    assert words == ("run", "12xy34", "of", "3e641a", "took", ",", "loss", "#", "of", "#")

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 
-# "12ab34" is a name, and "1h30m" is none
+# "12ab34" and "3e641a" are names, and "1h30m" is none
+_HEX = r"(?!\d+e\d\d?\b)(?=\d*[a-f])[\da-f]{4,}\b"
 _NUMBER = re.compile(
-    r"(?<![\w.])[-+]?\d++(?:\.\d++|\.(?=[eE][-+]?\d))?(?:[eE][-+]?\d++)?(?!(?!h\d+m|m\d)[A-Za-z_]+\d)"
+    rf"(?<![\w.])(?!{_HEX})[-+]?\d++(?:\.\d++|\.(?=[eE][-+]?\d))?(?:[eE][-+]?\d++)?(?!(?!h\d+m|m\d)[A-Za-z_]+\d)"
 )
 _MEASURED = re.compile(
     r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b|m\s*\d+(?:\.\d+)?s\b|h\d+m(?:\d+s)?"
