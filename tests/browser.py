@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -140,5 +141,7 @@ def test_the_search_finds_a_page_by_a_users_words(
     typed = f".md-search-result__link[href*='{words.split()[-1]}' i]"
     page.locator(typed).first.wait_for(timeout=10_000)
     links = page.evaluate("[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)")
-    assert any(f"/{found}.html" in link for link in links[:5]), links[:5]
+    # a page has several results, one for each heading
+    pages = list(dict.fromkeys(Path(urlsplit(link).path).stem for link in links))
+    assert found in pages[:3], pages
     assert page.wrong == []
