@@ -149,9 +149,8 @@ class Adding(Totals):
 def _with_object(base: Value, value: Value) -> Value:
     """A list after a value that is equal on all ranks is added; of objects, it knows each."""
     held = base.of if base.kind == "list" else {}
-    is_made = base.kind == "list" or (
-        base.origin is not None and ast.unparse(base.origin[0]) in ("[]", "list()")
-    )
+    made = ast.unparse(base.origin[0]) if base.origin else ""
+    is_made = base.kind == "list" or made in ("[]", "list()")
     known = [part.of.key for part in held.values() if part.kind == "instance"]
     if value.kind == "instance" and is_made and len(known) == len(held) and value.of.key not in known:
         base = replace(base, kind="list", of={**held, len(held): value})

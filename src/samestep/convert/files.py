@@ -160,12 +160,11 @@ def _called(followed: Follower, source: Source, node: ast.Call) -> None:
 def _hook(followed: Follower, source: Source, node: ast.Call) -> None:
     receiver = getattr(node.func, "value", node.func)
     is_of_weight = followed.known.get(receiver, Value()).models and not isinstance(receiver, ast.Subscript)
-    is_ours = followed.known.get(node.func, Value()).kind == "function" or "register" not in ast.unparse(
-        node.func
-    )
+    name = ast.unparse(node.func)
+    is_ours = "register" not in name or followed.known.get(node.func, Value()).kind == "function"
     # a weight's hook gets the whole gradient
-    if not is_ours and not (is_of_weight and ast.unparse(node.func).endswith(".register_hook")):
-        followed.findings.gap(source, node, _HOOK.format(ast.unparse(node.func)))
+    if not is_ours and not (is_of_weight and name.endswith(".register_hook")):
+        followed.findings.gap(source, node, _HOOK.format(name))
 
 
 def _packed(followed: Follower, source: Source, node: ast.Call) -> None:

@@ -58,28 +58,30 @@ class Names(Adding):
 
     def note_element(self, target: ast.expr, value: Value) -> None:
         """Note the value of an element with a constant key also in the list or dict that holds it."""
-        if not (isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant)):
+        if (found := self._container_of(target)) is None:
             return
-        holder, container = self.place_of(target.value)
-        old = holder.find(container) or Value()
+        holder, container, old, key = found
         is_held = old.kind in ("list", "dict", Kind.BATCH) and self.is_of_turn(old)
         if is_held or (value.is_shared and self._is_empty(old)):
             held = {} if old.kind == Kind.ALIKE else old.by_key
-            holder.names[container] = Value("dict", {**held, target.slice.value: value}, since=old.since)
+            holder.names[container] = Value("dict", {**held, key: value}, since=old.since)
 
     def know_element(self, target: ast.expr) -> None:
         """Give an element of a list or dict, to which something is added, a place of its own."""
         scope, name = self.place_of(target)
-        if (
-            isinstance(target, ast.Subscript)
-            and isinstance(target.slice, ast.Constant)
-            and name not in scope.names
-        ):
-            holder, container = self.place_of(target.value)
-            held = holder.find(container) or Value()
-            element = held.of.get(target.slice.value) if held.kind in ("list", "dict") else None
-            if element is not None and element.is_shared:
-                scope.names[name] = replace(element, since=held.since)
+        if name in scope.names or (found := self._container_of(target)) is None:
+            return
+        *_, held, key = found
+        element = held.of.get(key) if held.kind in ("list", "dict") else None
+        if element is not None and element.is_shared:
+            scope.names[name] = replace(element, since=held.since)
+
+    def _container_of(self, target: ast.expr) -> tuple[Scope, str, Value, object] | None:
+        """The place and the value of what holds an element, and the element's key; None if that is no constant."""
+        if not (isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant)):
+            return None
+        holder, container = self.place_of(target.value)
+        return holder, container, holder.find(container) or Value(), target.slice.value
 
     def _is_empty(self, value: Value) -> bool:
         """Whether this is a dict that was made without keys, for the same batch."""
@@ -143,9 +145,7 @@ class Names(Adding):
     def merged(self, node: ast.Call, receiver: ast.expr) -> bool:
         """Follow `losses.update(more)` of a dict that was made for the same batch; whether it is one."""
         base, given = self.value(receiver), [self.kept(self.value(argument)) for argument in node.args]
-        is_empty = base.kind == Kind.ALIKE and bool(
-            base.origin and _EMPTY.fullmatch(ast.unparse(base.origin[0]))
-        )
+        is_empty = self._is_empty(base)
         are_dicts = (base.kind == "dict" or is_empty) and {value.kind for value in given} <= {"dict"}
         options = {str(option.arg): self.kept(self.value(option.value)) for option in node.keywords}
         parts = [*(value.of for value in given), options]

@@ -140,9 +140,8 @@ class Findings:
     # places that some ranks may reach without the others
     alone: set[tuple[Source, int]] = field(default_factory=set)
     alike: set[Span] = field(default_factory=set)  # values equal on all ranks that are used
-    given: set[Span] = field(
-        default_factory=set
-    )  # parameters of functions that got a value equal on all ranks
+    # names in functions whose value was equal on all ranks
+    given: set[Span] = field(default_factory=set)
     over: dict[Span, str] = field(default_factory=dict)  # what loops iterate over
     beside: dict[Span, str] = field(default_factory=dict)  # whether operands are beside values of all samples
     guarded: set[Span] = field(default_factory=set)  # statements for ranks with a share alone
@@ -197,9 +196,8 @@ class Following:
         self.layers: dict[Any, tuple[bool, list[Value]]] = {}
         self.copies: dict[Any, tuple[Source, ast.Call]] = {}  # of models, by key
         self.carried: set[Any] = set()  # arguments of models that were equal on all ranks, by key
-        self.parameters_alone: set[tuple[ast.expr, Source]] = (
-            set()
-        )  # that an optimizer gets beside its models
+        # parameters that an optimizer gets beside its models
+        self.parameters_alone: set[tuple[ast.expr, Source]] = set()
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
         self.time_first: set[str | None] = set()  # what batches' sizes depend on that have samples second
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0
