@@ -58,6 +58,9 @@ def cases():
     yield from (Case(kind, exact=True) for kind in kinds)
     yield from (Case("stop", where, True) for where in ("first step", "evaluation", "checkpoint"))
     yield from (Case(kind, rank=0) for kind in ("sleep", "stop", "barrier", "work", "extra"))
+    yield from (Case("c-sleep", where) for where in ("first step", "middle"))
+    # in a step, the others would take what DDP sends for their own exchange, and fail
+    yield from (Case("ddp", "evaluation", rank=rank) for rank in (0, 1))
     yield from (Case("hook", exact=exact) for exact in (False, True))
     yield from (Case("d-state", where) for where in ("first step", "middle"))
     yield from (Case(kind, exact=exact) for kind in ("loader", "uneven") for exact in (False, True))

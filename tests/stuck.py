@@ -48,6 +48,12 @@ def hold_the_gil(fifo):
     note(), c.pthread_mutex_lock(mutex)  # which waits for itself, and no signal ends that
 
 
+def sleep_in_c(fifo):
+    """Sleep and hold the GIL, in a call that a signal would end."""
+    c = ctypes.PyDLL(None)
+    note(), c.sleep(int(WAIT_S))
+
+
 def lock(fifo):
     held = threading.Lock()
     held.acquire()
@@ -87,6 +93,13 @@ def work(fifo):
     note(), dist.barrier(async_op=True).wait()
 
 
+def ddps_backward(fifo):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1), init_sync=False)
+    with torch.enable_grad():  # it may be an evaluation
+        loss = model(torch.ones(1, 1)).sum()
+    note(), loss.backward()
+
+
 def extra_sum(fifo):
     note(), samestep.sum(1.0)
 
@@ -102,6 +115,7 @@ KINDS = {
     "sleep": sleep,
     "loop": loop,
     "gil": hold_the_gil,
+    "c-sleep": sleep_in_c,
     "lock": lock,
     "fifo": read_a_fifo,
     "stop": stop,
@@ -110,6 +124,7 @@ KINDS = {
     "os-exit": leave_at_once,
     "barrier": barrier,
     "work": work,
+    "ddp": ddps_backward,
     "extra": extra_sum,
 }
 

@@ -15,7 +15,7 @@ def test_an_instruction_without_a_line_has_that_of_its_function():
     stack.__code__ = stack.__code__.replace(co_linetable=b"")
     line, (innermost, *_) = stack()
     assert (line, innermost.line) == (None, stack.__code__.co_firstlineno)
-    assert torchs_wait([innermost]) == ""
+    assert torchs_wait([innermost], 0) == ""
 
 
 _WATCHED = """

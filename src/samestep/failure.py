@@ -24,6 +24,7 @@ _MOST_FRAMES = 20
 _MOST_CHARACTERS = 1 << 14
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
+_AUTOGRAD = "/torch/autograd/graph.py"  # calls the engine
 _WAITING = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py$)")
 # The wait of a collective that was begun with async_op=True has no frame of its own.
 _WORKS_WAIT = re.compile(r"(?<!\bos)\.wait\(")
@@ -206,17 +207,29 @@ def users_frame(stack: Iterable[Frame]) -> Frame | None:
     return next((frame for frame in stack if is_users(frame.file)), None)
 
 
-def torchs_wait(stack: Sequence[Frame]) -> str:
-    """The call of torch.distributed in which this stack waits, with its line; "" if it is in none."""
+def torchs_wait(stack: Sequence[Frame], thread: int) -> str:
+    """The call of torch.distributed or DDP in which this thread waits, with its line; "" if it is in none."""
     frame = users_frame(stack)
     if frame is None:
         return ""
     innermost = stack[0]
+    if innermost.file.endswith(_AUTOGRAD):
+        return f"DDP's backward ({frame.place})" if _is_in_exchange(thread) else ""
     if not _WAITING.search(innermost.file):
         code = linecache.getline(innermost.file, innermost.line)
         return f"Work.wait ({frame.place})" if _WORKS_WAIT.search(code) else ""
     name = "DDP's forward" if "/nn/" in innermost.file else innermost.name
     return f"{name} ({frame.place})"
+
+
+def _is_in_exchange(thread: int) -> bool:
+    """Whether this thread, which is in backward, sleeps, and no thread of autograd for a device computes instead."""
+    # DDP waits in backward for the other ranks, in C++; computing on the CPU, the thread sleeps for moments only
+    with suppress(OSError):
+        names = [(task / "comm").read_text() for task in Path(f"/proc/{thread}/task").iterdir()]
+        state = Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "S" and not any(name.startswith("pt_autograd") for name in names)
+    return False
 
 
 def heading(script: str, rank: int, size: int, place: str, seconds: float, step: int | None) -> str:

@@ -35,9 +35,11 @@ COMPUTE = ("forward", "backward", "optimizer", "user", "evaluation")
 PHASES = ("start", "data", *COMPUTE, *WAITS, "checkpoint", "end", "other")
 
 # A pulse file holds _MAGIC, _OPENED, _RAISED, a checksum of _BEAT, and _BEAT; the checksum reveals a half-written beat.
-_MAGIC = b"pulse\0\0\7"
+_MAGIC = b"pulse\0\0\x08"
 _OPENED = struct.Struct("<16sid")  # device, process, seconds that a rank waits for another
-_RAISED = struct.Struct("<160s")  # the exception that its script handles now, written by another thread
+_RAISED = struct.Struct(
+    "<i160s"
+)  # the thread that writes this, and the exception that the script handles now
 # step, epoch, Unix and monotonic time, thread, phase, its begin, waits, call
 _BEAT = struct.Struct("<qiddQI16sdQ160s")
 _CHECKSUM = struct.Struct("<I")
@@ -64,6 +66,9 @@ class PulseReading(NamedTuple):
     raised: str = ""
     # Python's and the kernel's number of a thread that trains; 0: the main thread
     thread: tuple[int, int] = 0, 0
+    watcher: int = (
+        0  # the kernel's number of a thread of samestep's, which a signal does not disturb; 0: none
+    )
 
 
 class Pulse:
@@ -98,8 +103,10 @@ class Pulse:
         self._write(now)
 
     def note_raised(self, raised: str) -> None:
-        """Write the exception that this process handles now, such as in `finally`; "" if it handles none."""
-        _RAISED.pack_into(self._memory, _AT_RAISED, raised.encode(errors="replace"))
+        """Write this thread, and the exception that this process handles now, such as in `finally`; "": none."""
+        _RAISED.pack_into(
+            self._memory, _AT_RAISED, threading.get_native_id(), raised.encode(errors="replace")
+        )
 
     def _write(self, now: float) -> None:
         beat = _BEAT.pack(self._step, self._epoch, time.time(), now, *self._thread, *self._phase)
@@ -128,10 +135,11 @@ def pulse_in(file: int) -> PulseReading | None:
     device, pid, patience_s = _OPENED.unpack_from(data, len(_MAGIC))
     step, epoch, unix, monotonic, number, native, *rest = _BEAT.unpack_from(data, _AT_BEAT)
     phase, phase_began, waits, call = rest
-    texts = (device, phase, call, *_RAISED.unpack_from(data, _AT_RAISED))
-    device, phase, call, raised = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
-    beat = (step, epoch, device, unix, monotonic)
-    return PulseReading(*beat, phase, call, phase_began, waits, pid, patience_s, raised, (number, native))
+    watcher, raised = _RAISED.unpack_from(data, _AT_RAISED)
+    texts = (text.rstrip(b"\0").decode(errors="ignore") for text in (device, phase, call, raised))
+    device, phase, call, raised = texts
+    beat = (step, epoch, device, unix, monotonic, phase, call, phase_began, waits, pid, patience_s)
+    return PulseReading(*beat, raised, (number, native), watcher)
 
 
 def log_path(run: Path, rank: int) -> Path:

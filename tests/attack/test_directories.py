@@ -67,7 +67,7 @@ def pulse(time):
     def attack(run, home):
         make(run, RECORD, {"exit_code": 0})
         said = rundir._BEAT.pack(3, 0, time, time, 0, 0, b"call", time, 1, b"samestep.sum")
-        opened = rundir._MAGIC + rundir._OPENED.pack(b"cpu", 1, time) + rundir._RAISED.pack(b"")
+        opened = rundir._MAGIC + rundir._OPENED.pack(b"cpu", 1, time) + rundir._RAISED.pack(0, b"")
         checksum = rundir._CHECKSUM.pack(crc32(said))
         (run / "pulse" / "rank-0").write_bytes(opened + checksum + said)
 

@@ -80,7 +80,7 @@ def _seen(run: Run, state: RankState) -> RankState:
         if pulse is None or str(stacks) not in held:
             return state
         with open(open_regular(stacks, 2), "rb") as file:
-            sight = look_at(pulse.pid, file.fileno(), pulse.thread[0])
+            sight = look_at(pulse, file.fileno())
     except OSError:
         return state
     return state._replace(line=sight.frame.place if sight.frame else "", does=sight.does)

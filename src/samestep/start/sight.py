@@ -1,5 +1,6 @@
 """Finds out from outside what a process does: its state in /proc, and its Python stack even while it holds the GIL."""
 
+import ctypes
 import os
 import re
 import time
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from samestep.failure import Frame, torchs_wait, users_frame
-from samestep.rundir import STACK_SIGNAL
+from samestep.rundir import STACK_SIGNAL, PulseReading
 from samestep.tracebacks import stack_in
 
 _ANSWER_S = 1.0  # for a process to write its stacks
@@ -41,12 +42,15 @@ class Sight(NamedTuple):
     has_left: bool = False  # whether its main thread is past the end of the script
 
 
-def look_at(pid: int, stacks: int | None, thread: int = 0) -> Sight:
-    """What this process does, from this thread's stack (0: the main thread), or its loader worker's, in `stacks`."""
+def look_at(pulse: PulseReading, stacks: int | None) -> Sight:
+    """What a rank does, from the stack of its thread that trains, or from its loader worker's, in `stacks`."""
+    pid = pulse.pid
     if does := _state(pid):
         return Sight(does)
-    dump = _dumped(pid, stacks)
-    stack = stack_in(dump, thread)
+    trains = pulse.thread[1] or pid
+    before = switches(pid, trains)
+    dump = _dumped(pid, stacks, pulse.watcher)
+    stack = stack_in(dump, pulse.thread[0])
     frame = users_frame(stack)
     if dump and len(stack) < _MOST_FRAMES and not any(outer.name in _OUTERMOST for outer in stack):
         at = "" if not stack else f", and {(frame or stack[0]).doing}"
@@ -64,7 +68,8 @@ def look_at(pid: int, stacks: int | None, thread: int = 0) -> Sight:
             return Sight(f"{waits} {does}", frame)
         if own := _working_at(stack_in(_dumped(worker, stacks))):
             return Sight(f"{waits} {own.doing}", own)
-    return Sight(frame.doing if frame else "does not answer", frame, torchs_wait(stack))
+    wait = torchs_wait(stack, trains) if switches(pid, trains) == before else ""
+    return Sight(frame.doing if frame else "does not answer", frame, wait)
 
 
 def _working_at(stack: Sequence[Frame]) -> Frame | None:
@@ -96,13 +101,15 @@ def status_of(pid: int) -> str:
         return str(psutil.STATUS_ZOMBIE)
 
 
-def _dumped(pid: int, stacks: int | None) -> str:
-    """The stacks that the process writes when it gets the signal; "" if it does not handle the signal."""
+def _dumped(pid: int, stacks: int | None, thread: int = 0) -> str:
+    """The stacks that the process writes when this thread gets the signal; "" if it does not handle it."""
     if STACK_SIGNAL is None or stacks is None or not _listens(pid):
         return ""
     before = os.fstat(stacks).st_size
-    with suppress(OSError):
-        os.kill(pid, STACK_SIGNAL)
+    # a signal to the main thread would end a `sleep` or `select` of a C library in it
+    if not thread or ctypes.CDLL(None).tgkill(pid, thread, STACK_SIGNAL):
+        with suppress(OSError):
+            os.kill(pid, STACK_SIGNAL)
     until, text = time.monotonic() + _ANSWER_S, ""
     while time.monotonic() < until:
         time.sleep(_POLL_S)

@@ -264,7 +264,7 @@ class Watch:
 
     def _look_at_rank(self, rank: int, pulse: PulseReading) -> None:
         stacks = self._files.get(stack_path(self._run, rank))
-        self._seen[rank] = pulse.phase_began, look_at(pulse.pid, stacks, pulse.thread[0])
+        self._seen[rank] = pulse.phase_began, look_at(pulse, stacks)
         # writing a stack is no progress
         self._idle[rank] = switches(pulse.pid, pulse.thread[1]), self._idle[rank][1]
 

@@ -210,7 +210,11 @@ class MutualWatch:
         if switches != self._quiet[0]:
             self._quiet = switches, now
         quiet_s = now - self._quiet[1]
-        if phase not in WAITS and quiet_s > _WORTH_TELLING_S and (wait := torchs_wait(stack)):
+        if (
+            phase not in WAITS
+            and quiet_s > _WORTH_TELLING_S
+            and (wait := torchs_wait(stack, thread.native_id or 0))
+        ):
             # a wait that the script made through torch, which the group has not counted
             return RankState(self._tree.number, -1, "call", wait, group.waits + 1, quiet_s, raised=_raised())
         line = frame.place if frame else ""
@@ -231,6 +235,7 @@ class MutualWatch:
 
 def note_raised(pulse: Pulse, closed: threading.Event) -> None:
     """Write into the pulse what the script raises or handles, until the group is closed: a thread's loop."""
+    pulse.note_raised("")
     while not closed.wait(_LOOK_S):
         pulse.note_raised(_raised())
 
