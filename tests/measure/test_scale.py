@@ -138,7 +138,10 @@ def test_a_size_that_fails_leaves_the_others_measured_and_a_changed_script_is_me
     assert "ValueError: two" in err
     kept = {path.name for path in tmp_path.glob("runs/*")}
     script.write_text(script.read_text() + "# changed\n")
-    assert "run 1 of 2: 1 process" in ended(scale(tmp_path, *words))[1]
+    again = scale(tmp_path, *words)
+    assert any("run 1 of 2: 1 process" in line for line in again.stderr)
+    again.send_signal(signal.SIGINT)
+    ended(again)
     assert len({path.name for path in tmp_path.glob("runs/*")} - kept) == 1
 
 
