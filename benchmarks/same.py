@@ -8,6 +8,7 @@ draws nor BatchNorm, `transformer` has dropout 0.1 everywhere, in `time first` t
 
 import argparse
 import os
+import random
 import statistics
 import time
 from typing import Any
@@ -94,9 +95,9 @@ def measure(rounds: int) -> Rows:
             made[kind] = model, train, torch.optim.SGD(model.parameters(), lr=0.01)
         draws = joined().the(Draws)
         seen: dict[str, list[float]] = {kind: [] for kind in made}
-        order = list(made)
+        order, orders = list(made), random.Random(0)  # equal on all ranks
         for number in range(rounds * TURNS.get(name, 1) + 1):
-            order = order[1:] + order[:1]
+            orders.shuffle(order)
             for kind in order:
                 draws.close()
                 if kind == "same":
