@@ -267,3 +267,19 @@ def test_a_loader_that_next_trains_through_a_generator_is_shared_also_where_numb
     endless = ENDLESS.replace("yield from loader", "for batch in loader:\n            yield batch")
     made = _after(f"{begin}{endless}{loaders}for step in range(9):\n{step}")
     assert "endless(samestep.loader(data, 8, drop_last=True))" in made
+
+
+@pytest.mark.parametrize(("layer", "is_replicated"), [("nn.BatchNorm1d(3)", True), ("nn.ReLU()", False)])
+def test_a_second_model_that_is_called_in_train_mode_is_replicated_if_it_has_batchnorm(layer, is_replicated):
+    models = (
+        f"def block():\n    return nn.Sequential(nn.Linear(4, 3), {layer})\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.body = block()\n"
+        "    def forward(self, x):\n        return self.body(x)\n"
+        "def create():\n    net = Net()\n    return net\nmodel = create()\nteacher = create()\n"
+        "other = nn.BatchNorm1d(3).eval()\n"
+    )
+    begin = BEGIN.replace("model = nn.Linear(4, 3)\n", models)
+    loop = "for x, y in train:\n    with torch.no_grad():\n        teacher(x)\n" + STEP
+    made = _after(begin + loop)
+    assert ("teacher = samestep.replicate(create())\n" in made) == is_replicated
+    assert "net = Net()\n" in made
