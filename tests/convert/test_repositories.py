@@ -283,3 +283,27 @@ def test_a_second_model_that_is_called_in_train_mode_is_replicated_if_it_has_bat
     made = _after(begin + loop)
     assert ("teacher = samestep.replicate(create())\n" in made) == is_replicated
     assert "net = Net()\n" in made
+
+
+def test_a_momentum_that_is_computed_from_a_share_is_listed():
+    begin = BEGIN.replace("nn.Linear(4, 3)", "nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))")
+    loop = (
+        "seen = 0\nmodel.train()\nfor x, y in train:\n    pace = len(x) / (seen + len(x))\n"
+        "    for layer in model.modules():\n        layer.momentum = pace\n    model(x)\n    seen += len(x)\n"
+    )
+    trained = f"for x, y in train:\n{STEP}"
+    (gap,) = _of(begin + trained + loop).gaps
+    assert "`len(x) / (seen + len(x))` is divided by a count in a share" in gap
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("assert (y > 0).sum() > 0", "assert samestep.sum((y > 0).sum()) > 0"),
+        ("assert len(x) == 8, 'full'", "assert samestep.sum(len(x)) == 8, 'full'"),
+        ("assert x.shape[1] == 4", "assert x.shape[1] == 4"),
+        ("assert len(x) == len(y)", "assert len(x) == len(y)"),
+    ],
+)
+def test_a_count_that_is_asserted_is_the_whole_batchs(line, becomes):
+    assert f"    {becomes}\n" in _after(f"{BEGIN}for x, y in train:\n    {line}\n{STEP}")
