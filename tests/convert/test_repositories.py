@@ -267,3 +267,43 @@ def test_a_loader_that_next_trains_through_a_generator_is_shared_also_where_numb
     endless = ENDLESS.replace("yield from loader", "for batch in loader:\n            yield batch")
     made = _after(f"{begin}{endless}{loaders}for step in range(9):\n{step}")
     assert "endless(samestep.loader(data, 8, drop_last=True))" in made
+
+
+@pytest.mark.parametrize(("layer", "is_replicated"), [("nn.BatchNorm1d(3)", True), ("nn.ReLU()", False)])
+def test_a_second_model_that_is_called_in_train_mode_is_replicated_if_it_has_batchnorm(layer, is_replicated):
+    models = (
+        f"def block():\n    return nn.Sequential(nn.Linear(4, 3), {layer})\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.body = block()\n"
+        "    def forward(self, x):\n        return self.body(x)\n"
+        "def create():\n    net = Net()\n    return net\nmodel = create()\nteacher = create()\n"
+        "other = nn.BatchNorm1d(3).eval()\n"
+    )
+    begin = BEGIN.replace("model = nn.Linear(4, 3)\n", models)
+    loop = "for x, y in train:\n    with torch.no_grad():\n        teacher(x)\n" + STEP
+    made = _after(begin + loop)
+    assert ("teacher = samestep.replicate(create())\n" in made) == is_replicated
+    assert "net = Net()\n" in made
+
+
+def test_a_momentum_that_is_computed_from_a_share_is_listed():
+    begin = BEGIN.replace("nn.Linear(4, 3)", "nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))")
+    loop = (
+        "seen = 0\nmodel.train()\nfor x, y in train:\n    pace = len(x) / (seen + len(x))\n"
+        "    for layer in model.modules():\n        layer.momentum = pace\n    model(x)\n    seen += len(x)\n"
+    )
+    trained = f"for x, y in train:\n{STEP}"
+    (gap,) = _of(begin + trained + loop).gaps
+    assert "`len(x) / (seen + len(x))` is divided by a count in a share" in gap
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("assert (y > 0).sum() > 0", "assert samestep.sum((y > 0).sum()) > 0"),
+        ("assert len(x) == 8, 'full'", "assert samestep.sum(len(x)) == 8, 'full'"),
+        ("assert x.shape[1] == 4", "assert x.shape[1] == 4"),
+        ("assert len(x) == len(y)", "assert len(x) == len(y)"),
+    ],
+)
+def test_a_count_that_is_asserted_is_the_whole_batchs(line, becomes):
+    assert f"    {becomes}\n" in _after(f"{BEGIN}for x, y in train:\n    {line}\n{STEP}")

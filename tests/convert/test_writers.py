@@ -39,6 +39,7 @@ def test_a_tensorboard_writer_that_is_asked_for_its_directory_is_listed(asks):
         ("logging.basicConfig(level=1, filename=log)",
          'logging.basicConfig(level=1, filename=log if samestep.init().rank == 0 else "/dev/null")'),
         ("logging.basicConfig(level=1)", "logging.basicConfig(level=1)"),
+        ("os.fsync(log.fileno())", "if samestep.init().rank == 0: os.fsync(log.fileno())"),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'  # GPU", "pass  # each process has a device of its own  # GPU"),
     ],
 )  # fmt: skip

@@ -145,6 +145,15 @@ class Adding(Totals):
         self.findings.edit(Edit(source, at, at + 2, f"= samestep.sum({source.text(node.target)}) /"))
         return self.total(node.value)
 
+    def _assert(self, node: ast.Assert) -> None:
+        """A count that may not be zero, say, is the whole batch's: a share may have none."""
+        self.value(node.test)
+        self.value(node.msg)
+        match node.test:
+            case ast.Compare(left=left, comparators=[ast.Constant()]) if self.may_total():
+                if self.known[left].kind in (Kind.PART, Kind.COUNT):
+                    self.total(left)
+
 
 def _with_object(base: Value, value: Value) -> Value:
     """A list after a value that is equal on all ranks is added; of objects, it knows each."""

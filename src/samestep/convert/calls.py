@@ -155,6 +155,8 @@ class Calls(Library):
             instance.scope.names |= {**dict(zip(map(ast.unparse, fields), arguments, strict=False)), **named}
         if class_.descends_from("Optimizer"):
             self.optimizes(value)
+        if self.is_model(value):
+            self.keep_normalizing(node, class_.node.name)
         return value
 
     def _call_of_object(self, callee: Value, node: ast.Call, arguments: Values, named: Named) -> Value:

@@ -17,7 +17,7 @@ from samestep.convert.moves import leave_on_host
 from samestep.convert.project import Findings, Site
 from samestep.convert.source import Edit, Source
 from samestep.convert.totals import MADE_OF_SHARE, TOTALS
-from samestep.convert.values import key_of
+from samestep.convert.values import Value, key_of
 from samestep.errors import UsageError
 from samestep.start.scan import JOINS, imported
 
@@ -203,8 +203,16 @@ def _check_alone(followed: Follower) -> None:
 
 def _replicate_copies(followed: Follower, done: set[object]) -> None:
     """Replicate copies of models that are called in train mode: BatchNorm takes its statistics as in the model."""
-    for key, (source, node) in followed.copies.items():
+    for key, calls in followed.copies.items():
         if key in followed.called_to_train and key not in done:
+            # of a function that makes several models, the call that makes this one
+            values = [followed.known.get(node, Value()) for _, node in calls]
+            made = [
+                place
+                for place, value in zip(calls, values, strict=True)
+                if followed.is_model(value) and key_of(value) == key
+            ]
+            source, node = [calls[0], *made][-1]
             if any(isinstance(around, ast.For | ast.While) for around in source.around(node)):
                 followed.findings.note(source, node, _OF_COPY)
             else:

@@ -17,6 +17,14 @@ class Decisions(Names):
         is_instance = value.kind == "instance" and value.of.of.descends_from("Module", "Model", "Sequential")
         return value.kind == "model" or is_instance
 
+    def keep_normalizing(self, node: ast.Call, name: str) -> None:
+        """Note a BatchNorm, and a model with one that is no part of another model."""
+        if "BatchNorm" in name:
+            self.normalizing.append(self.key(node))
+        is_part = any(self.is_model(frame.scope.names.get("self", Value())) for frame in self.frames)
+        if not is_part and self.normalizes(node):
+            self.keep_copy(node)
+
     def decided(self, test: ast.expr) -> bool | None:
         """Whether a test holds, if that is known: one for None, for a constant string or bool, or for a class."""
         if (is_one := self._is_one(test)) is not None:

@@ -204,6 +204,14 @@ def _written(followed: Follower, source: Source, node: ast.Call, path: ast.expr)
         followed.findings.edit(before, after, *(waits if line is not None else ()))
 
 
+def _synced(followed: Follower, source: Source, node: ast.Call) -> None:
+    """Let only rank 0 sync a file to the disk: /dev/null, which the others write to, cannot be synced."""
+    statement = source.statement_of(node)
+    if isinstance(statement, ast.Expr) and source.indent(statement) is not None:
+        start = source.start(statement)
+        followed.findings.edit(Edit(source, start, start, "if samestep.init().rank == 0: "))
+
+
 def _waits_after(followed: Follower, source: Source, node: ast.Call) -> tuple[Edit, ...]:
     """A line after the statement that writes a file, at which the other ranks wait; () where there can be none."""
     statement = source.statement_of(node)
@@ -331,6 +339,7 @@ _BY_NAME: dict[str, Callable[[Follower, Source, ast.Call], None]] = {
     "wandb.init": _without_wandb,
     "mkdir": _made,
     "makedirs": _made,
+    "os.fsync": _synced,
 }
 _RULES: dict[type, Callable[[Follower, Source, Any], None]] = {
     ast.Call: _called,

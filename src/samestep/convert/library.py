@@ -253,7 +253,8 @@ class Library(Python):
         is_class = last[:1].isupper() and (name.startswith("torch.nn.") or "models" in name)
         # of torch, timm or ema_pytorch
         if averages(last) and values and self.is_model(values[0]):
-            is_class, self.copies[self.key(node)] = True, (self.source, node)
+            is_class = True
+            self.keep_copy(node)
         if last == "update_bn":  # calls the model in train mode
             self.called_to_train |= {key_of(value) for value in values if self.is_model(value)}
         if last == "get_peft_model":
@@ -263,6 +264,7 @@ class Library(Python):
             held = values if name.startswith("torch.nn.") else []
             layers = [part for value in held for part in value.opened if self.is_model(part)]
             self.layers[self.key(node)] = (last == "Sequential", layers)
+            self.keep_normalizing(node, last)
             return Value("model", self.key(node), models_of(*values))
         return self.opaque(node, values)
 

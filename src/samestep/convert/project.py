@@ -194,7 +194,9 @@ class Following:
         self.made: dict[Any, Instance] = {}  # by key
         # the layers in a model of torch, by its key, and whether it calls one after another
         self.layers: dict[Any, tuple[bool, list[Value]]] = {}
-        self.copies: dict[Any, tuple[Source, ast.Call]] = {}  # of models, by key
+        # copies of models, and models with BatchNorm, by key: the calls that make them, from the inside outwards
+        self.copies: dict[Any, list[tuple[Source, ast.Call]]] = {}
+        self.normalizing: list[Any] = []  # keys of the layers with statistics of the batch
         self.carried: set[Any] = set()  # arguments of models that were equal on all ranks, by key
         # parameters that an optimizer gets beside its models
         self.parameters_alone: set[tuple[ast.expr, Source]] = set()
@@ -231,6 +233,19 @@ class Following:
         """An identity of an object: the place of its call, and of the calls that lead there."""
         calls = tuple((call.lineno, call.col_offset) for frame in self.frames if (call := frame.call))
         return str(self.source.path), node.lineno, node.col_offset, calls  # type: ignore[attr-defined]
+
+    def keep_copy(self, node: ast.Call) -> None:
+        """Note a model that may have to be replicated even if no optimizer trains it."""
+        calls = [(frame.caller.source, frame.call) for frame in self.frames if frame.caller and frame.call]
+        self.copies[self.key(node)] = [(self.source, node), *reversed(calls)]
+
+    def normalizes(self, node: ast.Call) -> bool:
+        """Whether a BatchNorm was made in this call, or in the calls that it led to."""
+        key = self.key(node)
+        inside = (*key[3], key[1:3])
+        return "BatchNorm" in ast.unparse(node) or any(
+            made[3][: len(inside)] == inside for made in self.normalizing
+        )
 
     def seen_alike(self, node: ast.AST) -> None:
         """Note that an expression is equal on all ranks, if no part of it depends on a share."""

@@ -151,7 +151,7 @@ class Python(Unknown):
 
     def _python_deepcopy(self, node: ast.Call, values: Values, first: Value) -> Value:
         if self.is_model(first):
-            self.copies[self.key(node)] = self.source, node
+            self.keep_copy(node)
         if first.kind == "instance":
             options = [option.arg for option in node.keywords]  # the fields that dataclasses.replace sets
             given = dict(zip(options, values[len(node.args) :], strict=True))
