@@ -146,14 +146,11 @@ def test_a_size_that_fails_leaves_the_others_measured_and_a_changed_script_is_me
 
 
 def test_what_the_script_printed_stands_before_a_report_without_an_exception():
-    report = (
-        "train.py failed on rank 0 of 1 (node01) after 1.4 s\n\nexit code 2\n\nLogs: runs/1/logs/rank-0.log"
-    )
+    report = "train.py failed on rank 0 of 1 (n1) after 1.4 s\n\nexit code 2\n\nLogs: runs/1/logs/rank-0.log"
     run = SimpleNamespace(ended=SimpleNamespace(failure=report))
+    printed = f"usage: train.py\ntrain.py: error: unrecognized arguments: --epohs\n{report}\n"
     with pytest.raises(WorkerFailed, match="unrecognized arguments: --epohs") as caught:
-        Result(
-            2, 1.4, f"usage: train.py\ntrain.py: error: unrecognized arguments: --epohs\n{report}\n", run
-        ).checked()
+        Result(2, 1.4, printed, run).checked()
     assert str(caught.value).endswith(report)
 
 

@@ -212,9 +212,7 @@ class Follower(Calls):
         if self.adds_elements(target, node):
             return None
         is_late = node in self.learnt.eager or self.is_lost(target)
-        is_late |= (
-            getattr(target, "attr", None) == "momentum"
-        )  # of a BatchNorm, which uses it in its next call
+        is_late |= getattr(target, "attr", "") == "momentum"  # which BatchNorm uses in its next call
         value = self.total(node) if is_late else self.value(node)
         if self._is_element(target) and self.batches is not None and value.kind in (*NUMBERS, Kind.OTHER):
             value = self.accumulated(self._place_added_to(target), node, value)
