@@ -88,6 +88,8 @@ def test_a_dataloader_is_taken_over_with_its_order(world, data, options):
         ),
         (lambda: samestep.loader(DATA, 6, shufle=True), "loader knows no option shufle; did you mean shuffle?"),
         (lambda: samestep.steps(DataLoader(DATA, 6), 6, microbatch=2), "write steps(dl.dataset, batch_size="),
+        (lambda: samestep.loader(DATA, batchsize=6), "loader knows no option batchsize; did you mean batch_size?"),
+        (lambda: samestep.loader(DATA, on_device=False), "loader got no batch_size"),
         (lambda: samestep.loader(DATA), "loader got no batch_size, the samples of one optimizer step"),
         (
             lambda: samestep.replicate(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())),
@@ -111,6 +113,11 @@ def test_a_line_of_another_library_is_a_sentence_with_the_line_to_write(world, m
     with pytest.raises(UsageError) as caught:
         make()
     assert said in str(caught.value)
+
+
+def test_a_world_asked_for_what_it_has_not_names_what_it_has(world):
+    with pytest.raises(AttributeError, match=r"no attribute 'world_size'; it has rank, size, local_rank, "):
+        world.world_size  # noqa: B018
 
 
 @pytest.mark.sizes(1, 2)

@@ -293,6 +293,15 @@ def test_each_tensor_is_judged_by_its_own_noise() -> None:
     )
 
 
+def test_the_gradient_of_a_bias_whose_terms_cancel_out_is_rounded_by_these_terms() -> None:
+    # as of a discriminator's bias: -0.5 of the real samples and 0.49 of the others, summed in another order
+    first = _with_gradients(1.0, 0.01)
+    assert follow(first, _with_gradients(1.0, 0.010001)).difference is None
+    found = follow(first, _with_gradients(1.0, 0.01001))
+    assert str(found.difference) == "step 1, gradient of w1"
+    assert found.distance == pytest.approx(1e-3)  # of its own norm, by which it is judged
+
+
 def test_as_many_times_the_gradients_as_ranks_is_never_noise() -> None:
     first, nudged = _with_gradients(1.0), _with_gradients(1.0)
     first.steps[0].grad.pop("w")

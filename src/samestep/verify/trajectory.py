@@ -17,6 +17,9 @@ from samestep.verify.read import EPSILON, Digests, Run, alike
 _JUMP = 10.0  # a mistake exceeds the largest earlier distance by this factor
 _NOISE = 30.0  # a mistake exceeds a tensor's noise by this factor
 _CHAOS = 1e-2  # above this, a distance needs no jump
+_CANCELLED = (
+    4.0  # terms of a gradient that cancel out leave rounding up to the bound of all gradients over this
+)
 _ADDED = 0.1  # if gradients of added losses are as much closer than the losses, these have equal terms
 _TERMS = 0.1  # the size of a loss's terms, relative to gradient norm times weight norm
 _OF_NORMS = {"max_norm": 1e-2, "clip_value": 1e-2}  # a script may compute these from earlier gradients
@@ -80,7 +83,10 @@ class Compared:
 
     @property
     def distance(self) -> float:
-        return self.difference.distance if self.difference else self.largest
+        found = self.difference
+        if found is None:
+            return self.largest
+        return found.own if math.isfinite(found.own) else found.distance
 
     @property
     def place(self) -> tuple[float, int]:
@@ -137,7 +143,9 @@ def first_fact(first: Run, other: Run) -> Difference | None:
 
 def _is_beyond(change: Difference, bound: float, noise: float) -> bool:
     """Whether rounding cannot have caused this; a gradient as small as the rounding of the others is noise."""
-    return (change.kind != "grad" or change.distance > bound / 10) and change.own > max(bound, _NOISE * noise)
+    if change.kind == "grad" and change.distance <= bound / _CANCELLED:
+        return False
+    return change.own > max(bound, _NOISE * noise)
 
 
 def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:

@@ -71,11 +71,7 @@ def loader(
             dataset, given if batch_size is None else {"batch_size": batch_size, **given}
         )
         data, batch_size = dataset.dataset, chosen.pop("batch_size")
-    if batch_size is None and chosen.get("batch_sampler") is None:
-        raise UsageError(
-            "loader got no batch_size, the samples of one optimizer step on all ranks together; write "
-            "loader(dataset, batch_size=64)"
-        )
+    source.check_batched(batch_size, chosen)
     shuffle, drop_last = chosen.pop("shuffle"), chosen.pop("drop_last")
     result: Loader[Any] = Loader(data, batch_size, shuffle, drop_last, seed, chosen, joined())
     return source.agree("samestep.loader", result, joined())

@@ -121,6 +121,15 @@ def check_dataset(dataset: Any) -> None:
         raise UsageError(f"loader got {type(dataset).__name__}, which has no length; give it a __len__")
 
 
+def check_batched(batch_size: int | None, options: dict[str, Any]) -> None:
+    if batch_size is None and options.get("batch_sampler") is None:
+        check_options({name: value for name, value in options.items() if name != "on_device"})
+        raise UsageError(
+            "loader got no batch_size, the samples of one optimizer step on all ranks together; write "
+            "loader(dataset, batch_size=64)"
+        )
+
+
 def check_options(options: dict[str, Any]) -> None:
     if "generator" in options:
         raise UsageError("loader makes its own generator; leave it out, or pass sampler=")
