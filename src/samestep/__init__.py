@@ -57,6 +57,7 @@ _ELSEWHERE = {
     "init_process_group": "write samestep.init()",
     "destroy_process_group": "samestep closes the group when the script ends; leave it out",
     "device": "write samestep.init().device",
+    "is_main": "write samestep.init().rank == 0",
     "is_main_process": "write samestep.init().rank == 0",
     "print": "write print(...): `samestep run` shows rank 0's output alone",
     "barrier": "samestep's calls wait where it is needed; torch.distributed.barrier() waits elsewhere",

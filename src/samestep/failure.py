@@ -94,6 +94,8 @@ _IF_PADDED = (
 # Words in errors that lines of a serial or hand-written script cause, and what to write instead.
 _REMEDIES = {
     "has no attribute 'module'": "replicate returns the model itself; write model where model.module stands",
+    "has no attribute 'no_sync'": "write `with samestep.no_sync(model):`",
+    "DistributedDataParallel device_ids and output_device": "leave device_ids out: a process has one device",
     "Expected more than 1 value per channel when training": (
         "this rank's share of the batch is one sample; replicate(model, sync_batchnorm=True) takes BatchNorm's "
         "statistics from the whole batch"

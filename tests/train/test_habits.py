@@ -115,11 +115,6 @@ def test_a_line_of_another_library_is_a_sentence_with_the_line_to_write(world, m
     assert said in str(caught.value)
 
 
-def test_a_world_asked_for_what_it_has_not_names_what_it_has(world):
-    with pytest.raises(AttributeError, match=r"no attribute 'world_size'; it has rank, size, local_rank, "):
-        world.world_size  # noqa: B018
-
-
 @pytest.mark.sizes(1, 2)
 def test_load_of_a_directory_names_what_reads_it(world, tmp_path):
     with pytest.raises(
@@ -134,6 +129,12 @@ def test_errors_of_torch_and_python_get_the_line_to_write(world):
     with pytest.raises(AttributeError) as caught:
         print(model.module)
     assert "write model where model.module stands" in remedies(caught.value)
+    with pytest.raises(AttributeError) as caught:
+        model.no_sync()
+    assert "with samestep.no_sync(model):" in remedies(caught.value)
+    with pytest.raises(ValueError, match="device_ids") as caught:
+        samestep.replicate(nn.Linear(1, 2), device_ids=[0])
+    assert "leave device_ids out" in remedies(caught.value)
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         model(torch.ones(1, 1))
     assert "replicate(model, sync_batchnorm=True)" in remedies(caught.value)

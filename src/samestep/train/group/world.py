@@ -10,10 +10,10 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,12 +64,6 @@ class World:
     cores: int = 1
     host: str = ""
     hosts: tuple[str, ...] = ()
-
-    if not TYPE_CHECKING:  # for a type checker every name would exist
-
-        def __getattr__(self, name):
-            names = ", ".join(field.name for field in fields(self))
-            raise AttributeError(f"'World' object has no attribute {name!r}; it has {names}")
 
 
 def init(
