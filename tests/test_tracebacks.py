@@ -367,3 +367,4 @@ def test_an_echo_of_another_ranks_end_is_known(tmp_path, raised, echo):
 def test_ends_are_named_as_a_shell_numbers_them():
     assert (describe_end(-9), exit_code(-9)) == ("killed by SIGKILL", 137)
     assert (describe_end(77), exit_code(77)) == ("exit code 77", 77)
+    assert describe_end(120).endswith("Python could not write out what was printed)")

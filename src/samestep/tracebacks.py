@@ -36,6 +36,7 @@ _LATE = "device-side assert"
 _SHOW_AT_ONCE = (
     "a GPU reports this late, so the line may be another; CUDA_LAUNCH_BLOCKING=1 samestep run ... shows it"
 )
+_NOT_FLUSHED = " (at its end, Python could not write out what was printed)"
 _MOST_LINES = 4
 _MOST_COLUMNS = 400
 
@@ -118,7 +119,7 @@ def last_words(stderr: str) -> tuple[str, ...]:
 def describe_end(status: int) -> str:
     """A worker's end in words: an exit code, or a signal by its name."""
     if status >= 0:
-        return f"exit code {status}"
+        return f"exit code {status}" + (_NOT_FLUSHED if status == 120 else "")
     try:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
