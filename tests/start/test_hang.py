@@ -328,7 +328,7 @@ def test_ranks_that_do_not_come_or_do_not_end_are_named_and_end_the_run(launcher
             "def join(): samestep.init()\ndef total(): samestep.sum(1)\n"
             "if os.environ['RANK'] == '0':\n    join()\n    total()\nelse:\n" + textwrap.indent(lines, "    ")
         )
-        runs[name] = launcher.start("-n", "2", "--hang-timeout", "9", "train.py")
+        runs[name] = launcher.start("-n", "2", "--fork", "--hang-timeout", "9", "train.py")
     for name, (_, says) in UNFINISHED.items():
         code, _, err = runs[name].finish()
         assert code == (7 if name == "code" else 1)
