@@ -14,7 +14,7 @@ help:
 	@echo "make verify-corpus    a hundred scripts, half of them with mistakes, each with the verdict it should get"
 	@echo "make convert-corpus   convert serial scripts, and run each at 1, 2 and 3 processes beside the untouched one"
 	@echo "make torch-suite      torch's own DDP tests with replicate, and accelerate's test scripts under samestep run"
-	@echo "make hang   70 runs that hang, and 200 that are slow but do not"
+	@echo "make hang   74 runs that hang, and 200 that are slow but do not"
 	@echo "make kill-loop, make fuzz, make crash-points, make power-loss, make attack, make pairs, make ways,"
 	@echo "make requeue, make mistakes, make mutants, make types, make long   the long suites"
 	@echo "make versions   the tests of training under other versions of Python and torch; downloads several GB"
