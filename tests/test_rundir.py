@@ -175,7 +175,7 @@ def test_a_pulse_of_another_version_is_none(tmp_path):
     path = tmp_path / "rank-0"
     Pulse(path).beat(1)
     data = path.read_bytes()
-    path.write_bytes(data.replace(b"pulse\0\0\7", b"pulse\0\0\6"))
+    path.write_bytes(data.replace(b"pulse\0\0\x08", b"pulse\0\0\x07"))
     assert read_pulse(path) is None
     path.write_bytes(data[:32])
     assert read_pulse(path) is None
