@@ -24,6 +24,8 @@ needs_machines = pytest.mark.skipif(not possible(), reason="networks of their ow
         Case("stop"),
         pytest.param(Case("gil", "first step", exact=True, size=2), marks=pytest.mark.slow),
         pytest.param(Case("loader"), marks=pytest.mark.slow),
+        pytest.param(Case("c-sleep"), marks=pytest.mark.slow),
+        pytest.param(Case("ddp", "evaluation", rank=0), marks=pytest.mark.slow),
         pytest.param(Case("hook"), marks=pytest.mark.long),
         pytest.param(Case("extra", rank=0), marks=pytest.mark.long),
         pytest.param(Case("exit"), marks=pytest.mark.long),
