@@ -1,6 +1,5 @@
 """Finds out from outside what a process does: its state in /proc, and its Python stack even while it holds the GIL."""
 
-import ctypes
 import os
 import re
 import time
@@ -47,8 +46,7 @@ def look_at(pulse: PulseReading, stacks: int | None) -> Sight:
     pid = pulse.pid
     if does := _state(pid):
         return Sight(does)
-    trains = pulse.thread[1] or pid
-    before = switches(pid, trains)
+    before = switches(pid, pulse.thread[1])
     dump = _dumped(pid, stacks, pulse.watcher)
     stack = stack_in(dump, pulse.thread[0])
     frame = users_frame(stack)
@@ -68,7 +66,8 @@ def look_at(pulse: PulseReading, stacks: int | None) -> Sight:
             return Sight(f"{waits} {does}", frame)
         if own := _working_at(stack_in(_dumped(worker, stacks))):
             return Sight(f"{waits} {own.doing}", own)
-    wait = torchs_wait(stack, trains) if switches(pid, trains) == before else ""
+    has_slept = switches(pid, pulse.thread[1]) == before
+    wait = torchs_wait(stack, pulse.thread[1] or pid) if has_slept else ""
     return Sight(frame.doing if frame else "does not answer", frame, wait)
 
 
@@ -106,10 +105,10 @@ def _dumped(pid: int, stacks: int | None, thread: int = 0) -> str:
     if STACK_SIGNAL is None or stacks is None or not _listens(pid):
         return ""
     before = os.fstat(stacks).st_size
-    # a signal to the main thread would end a `sleep` or `select` of a C library in it
-    if not thread or ctypes.CDLL(None).tgkill(pid, thread, STACK_SIGNAL):
-        with suppress(OSError):
-            os.kill(pid, STACK_SIGNAL)
+    # Linux gives a signal to the thread of this number, if it can; in the main thread it would end a `sleep` of C
+    is_there = thread and os.path.exists(f"/proc/{pid}/task/{thread}")
+    with suppress(OSError):
+        os.kill(thread if is_there else pid, STACK_SIGNAL)
     until, text = time.monotonic() + _ANSWER_S, ""
     while time.monotonic() < until:
         time.sleep(_POLL_S)
