@@ -37,9 +37,7 @@ PHASES = ("start", "data", *COMPUTE, *WAITS, "checkpoint", "end", "other")
 # A pulse file holds _MAGIC, _OPENED, _RAISED, a checksum of _BEAT, and _BEAT; the checksum reveals a half-written beat.
 _MAGIC = b"pulse\0\0\x08"
 _OPENED = struct.Struct("<16sid")  # device, process, seconds that a rank waits for another
-_RAISED = struct.Struct(
-    "<i160s"
-)  # the thread that writes this, and the exception that the script handles now
+_RAISED = struct.Struct("<i160s")  # the thread that writes this; the exception that the script handles now
 # step, epoch, Unix and monotonic time, thread, phase, its begin, waits, call
 _BEAT = struct.Struct("<qiddQI16sdQ160s")
 _CHECKSUM = struct.Struct("<I")
@@ -66,9 +64,7 @@ class PulseReading(NamedTuple):
     raised: str = ""
     # Python's and the kernel's number of a thread that trains; 0: the main thread
     thread: tuple[int, int] = 0, 0
-    watcher: int = (
-        0  # the kernel's number of a thread of samestep's, which a signal does not disturb; 0: none
-    )
+    watcher: int = 0  # the kernel's number of a thread of samestep, which a signal does not disturb
 
 
 class Pulse:

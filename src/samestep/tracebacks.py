@@ -36,7 +36,8 @@ _LATE = "device-side assert"
 _SHOW_AT_ONCE = (
     "a GPU reports this late, so the line may be another; CUDA_LAUNCH_BLOCKING=1 samestep run ... shows it"
 )
-_NOT_FLUSHED = " (at its end, Python could not write out what was printed)"
+# a script may exit with 120 by itself too
+_NOT_FLUSHED = " (perhaps: at its end, Python could not write out what was printed)"
 _MOST_LINES = 4
 _MOST_COLUMNS = 400
 

@@ -205,14 +205,14 @@ def _replicate_copies(followed: Follower, done: set[object]) -> None:
     """Replicate copies of models that are called in train mode: BatchNorm takes its statistics as in the model."""
     for key, calls in followed.copies.items():
         if key in followed.called_to_train and key not in done:
-            # of a function that makes several models, the call that makes this one
-            values = [followed.known.get(node, Value()) for _, node in calls]
-            made = [
-                place
-                for place, value in zip(calls, values, strict=True)
-                if followed.is_model(value) and key_of(value) == key
-            ]
-            source, node = [calls[0], *made][-1]
+            source, node = calls[0]
+            for (
+                caller,
+                call,
+            ) in calls:  # of a function that makes several models, the outermost call makes this one
+                value = followed.known.get(call, Value())
+                if followed.is_model(value) and key_of(value) == key:
+                    source, node = caller, call
             if any(isinstance(around, ast.For | ast.While) for around in source.around(node)):
                 followed.findings.note(source, node, _OF_COPY)
             else:

@@ -17,9 +17,8 @@ from samestep.verify.read import EPSILON, Digests, Run, alike
 _JUMP = 10.0  # a mistake exceeds the largest earlier distance by this factor
 _NOISE = 30.0  # a mistake exceeds a tensor's noise by this factor
 _CHAOS = 1e-2  # above this, a distance needs no jump
-_CANCELLED = (
-    4.0  # terms of a gradient that cancel out leave rounding up to the bound of all gradients over this
-)
+# terms of a gradient that cancel out leave rounding of up to the bound of all gradients, divided by this
+_CANCELLED = 4.0
 _ADDED = 0.1  # if gradients of added losses are as much closer than the losses, these have equal terms
 _TERMS = 0.1  # the size of a loss's terms, relative to gradient norm times weight norm
 _OF_NORMS = {"max_norm": 1e-2, "clip_value": 1e-2}  # a script may compute these from earlier gradients

@@ -71,7 +71,6 @@ def loader(
             dataset, given if batch_size is None else {"batch_size": batch_size, **given}
         )
         data, batch_size = dataset.dataset, chosen.pop("batch_size")
-    source.check_batched(batch_size, chosen)
     shuffle, drop_last = chosen.pop("shuffle"), chosen.pop("drop_last")
     result: Loader[Any] = Loader(data, batch_size, shuffle, drop_last, seed, chosen, joined())
     return source.agree("samestep.loader", result, joined())
@@ -91,14 +90,15 @@ class Loader(Generic[Item]):
         group: Group,
     ) -> None:
         world = group.world
+        self._device = world.device if options.pop("on_device", True) else torch.device("cpu")
+        source.check_options(options)
+        source.check_batched(batch_size, options)
         if options.get("batch_sampler") is None:
             share.check_batch_size(batch_size := share.as_int(batch_size), world.size)
             batch_size *= world.size if os.environ.get("SAMESTEP_WEAK") else 1
         if seed is not None and type(seed := share.as_int(seed)) is not int:
             raise UsageError(f"seed {seed!r} is not an integer; write for instance seed=0")
         source.check_dataset(dataset)
-        self._device = world.device if options.pop("on_device", True) else torch.device("cpu")
-        source.check_options(options)
         self._given = {**options}
         self.dataset = dataset
         self.batch_size = batch_size

@@ -123,7 +123,6 @@ def check_dataset(dataset: Any) -> None:
 
 def check_batched(batch_size: int | None, options: dict[str, Any]) -> None:
     if batch_size is None and options.get("batch_sampler") is None:
-        check_options({name: value for name, value in options.items() if name != "on_device"})
         raise UsageError(
             "loader got no batch_size, the samples of one optimizer step on all ranks together; write "
             "loader(dataset, batch_size=64)"
