@@ -30,6 +30,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
+def type_of(value: object) -> str:
+    """`a Linear`, `an int`, `None`."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
 def size(num_bytes: float, of: float | None = None) -> str:
     """`1.2 GB`, or with `of` in the larger number's unit `0.4 of 2.1 GB`."""
     largest = num_bytes if of is None else of

@@ -97,6 +97,19 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
     assert err == f"{said}\n"
 
 
+def test_an_option_of_ours_behind_a_script_that_reads_no_arguments_is_said(home):
+    script = home / "plain.py"
+    script.write_text("print(1)\n")
+    said = (
+        "samestep: -n is given to plain.py, which seems to read no arguments; write options of samestep run before "
+        "it: samestep run -n 2 plain.py\n"
+    )
+    assert run(home, "-n1", "plain.py", "-n", "2") == (0, "1\n", said)
+    assert run(home, "-n1", "plain.py", "--epochs", "2") == (0, "1\n", "")
+    script.write_text("import sys\nprint(sys.argv[1])\n")
+    assert run(home, "-n1", "plain.py", "-n", "2") == (0, "-n\n", "")
+
+
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [

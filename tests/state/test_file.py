@@ -140,7 +140,7 @@ class Thing:
         (torch.empty(2, device="meta"), "optimizer.state.3.foo is a strided float32 tensor on meta; "),
         ({2.5: 1}, "optimizer.state.3.foo has a key that is a float; use str"),
         ({True: 1}, "optimizer.state.3.foo has a key that is a bool; use str"),
-        ({2**63: 1}, "optimizer.state.3.foo has a key that is a int; use str, or int of at most 64 bits"),
+        ({2**63: 1}, "optimizer.state.3.foo has a key that is an int; use str, or int of at most 64 bits"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -101,7 +101,7 @@ def test_a_dataloader_is_taken_over_with_its_order(world, data, options):
         (lambda: samestep.save("model.safetensors", {}), "in torch's format, which is not that of safetensors; write"),
         (lambda: samestep.load({}), "load got a dict as its path; write samestep.load('model.pt')"),
         (lambda: samestep.Checkpoint(nn.Linear(2, 2), "ck"), "got a Linear as its directory, which comes first"),
-        (lambda: samestep.Checkpoint(None, model=nn.Linear(2, 2)), "got a NoneType as its directory"),
+        (lambda: samestep.Checkpoint(None, model=nn.Linear(2, 2)), "got None as its directory"),
         (lambda: samestep.Checkpoint("ck", model=nn.Linear(2, 2), keep="all"), "keep='all' leaves nothing to go"),
         (lambda: samestep.loader(6, DATA), "is not a number of samples; use an integer of at least 1"),
         (lambda: samestep.loader(DATA, True), "batch_size True is not a number of samples"),

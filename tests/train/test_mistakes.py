@@ -140,8 +140,9 @@ def test_a_torch_dataloader_that_gives_every_rank_all_samples_is_said(world, sha
             optimizer.step()
             optimizer.zero_grad()
     text = "trains on batches of a torch DataLoader: every rank goes through all 20 samples"
-    assert said.getvalue().count(text) == (shared_by == "nobody" and rank == 0)
-    assert said.getvalue().count("\n") == said.getvalue().count(text)
+    # a busy machine may keep a rank waiting, which is said too
+    lines = [line for line in said.getvalue().splitlines() if " waited " not in line]
+    assert [text in line for line in lines] == [True] * (shared_by == "nobody" and rank == 0)
 
 
 @pytest.mark.sizes(2, 3)

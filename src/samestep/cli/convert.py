@@ -56,7 +56,8 @@ def command(script: str, write: bool, is_module: bool) -> None:
             name, serial = f"-m {script}", ".".join(copy.with_suffix("").parts)
         elif imports_relatively(path):
             (before, name), (_, serial) = as_module(path), as_module(copy)
-        click.echo(f"test it: {before}samestep verify --against {serial.removeprefix('-m ')} {name}")
+        against = f"--against {serial.removeprefix('-m ')} {name}"
+        click.echo(f"test it: {before}samestep verify {against}  # verify --steps 50 shortens each run")
     raise SystemExit(1 if conversion.gaps else 0)
 
 

@@ -8,7 +8,7 @@ import click
 from samestep.cli.output import verb, working
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import write_atomically
-from samestep.text import printable
+from samestep.text import type_of, printable
 
 
 @verb("samestep export")
@@ -67,7 +67,7 @@ def _write(file: BinaryIO, chosen: Any, part: str, suffix: str) -> None:
     for key, value in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
         if not isinstance(value, torch.Tensor):
             name = printable(f"{part}.{key}".rstrip("."))
-            raise UsageError(f"{name} is a {type(value).__name__}, and safetensors hold tensors; write a .pt")
+            raise UsageError(f"{name} is {type_of(value)}, and safetensors hold tensors; write a .pt")
         # safetensors refuses tensors that share memory
         tensors[str(key)] = value.clone() if value.data_ptr() in written else value
         written.add(value.data_ptr())

@@ -3,10 +3,11 @@
 import errno
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +22,7 @@ from samestep.placement.place import place
 from samestep.start.allocation import allocation_command
 from samestep.start.nodes import NodeMeeting, by_hand, by_step, check_alone
 from samestep.start.python import remark_on_python, scripts_python
-from samestep.start.scan import remark_on
+from samestep.start.scan import reads_arguments, remark_on
 from samestep.start.script import Script, run_script
 from samestep.start.signals import PASSED_ON
 from samestep.text import counted, printable
@@ -182,7 +183,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
                 hang_timeout_s=options["hang_timeout"],
                 signals=_signals(options["signals_to_handle"]),
             )
-            _remark(file, size, options, is_counted=COUNTED in env)
+            _remark(file, args, size, options, is_counted=COUNTED in env)
             code = run_script(started)
         except NoScript as error:
             click.echo(harmless(f"samestep: {error}"), err=True)
@@ -195,14 +196,24 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     raise SystemExit(code)
 
 
+_OPTIONS = frozenset(name for option in command.params for name in option.opts if name.startswith("-"))
+
 # As with torchrun, each option can be set by a variable: Kubeflow's operator sets PET_NNODES, PET_NODE_RANK, ...
 for _option in command.params:
     _names = (name.lstrip("-").upper().replace("-", "_") for name in _option.opts if name.startswith("--"))
     _option.envvar = [f"PET_{name}" for name in _names]
 
 
-def _remark(file: str, size: int, options: Mapping[str, Any], *, is_counted: bool) -> None:
+def _remark(file: str, args: Sequence[str], size: int, options: Mapping[str, Any], *, is_counted: bool) -> None:
     """Print remarks on stderr about what a user may not expect of this start."""
+    ours = [word for word in args if word.partition("=")[0] in _OPTIONS]
+    if ours and not reads_arguments(Path(file)):
+        name = Path(file).name
+        click.echo(
+            f"samestep: {ours[0]} is given to {name}, which seems to read no arguments; write options of samestep run "
+            f"before it: samestep run {shlex.join(args)} {name}",
+            err=True,
+        )
     if options["count"] is None and not is_counted:
         click.echo(
             "no device is visible, so this is 1 process; for two on this machine's cores: samestep run -n 2 ...",

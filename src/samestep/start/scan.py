@@ -13,6 +13,7 @@ _JOINS = (
     "detectron2 fastai xformers"
 )
 JOINS = frozenset(_JOINS.split())
+_READS_ARGUMENTS = re.compile("argv|argparse|getopt|optparse|click|typer|fire|tyro|hydra|absl|Parser|docopt|lightning|mmengine")
 _STOPS = re.compile("Checkpoint|SIGUSR1|lightning|composer|submitit|hydra")
 _EARLY = re.compile("(OMP|KMP|GOMP|MKL|OPENBLAS|TORCH|ATEN)_[A-Z]")
 _MOST_FILES = 50
@@ -50,6 +51,12 @@ def may_stop_early(script: Path) -> bool:
     """Whether the script, or a file beside it that it imports, may react to a signal; True if unknown."""
     files = list(_files(script))
     return not files or any(_STOPS.search(ast.dump(tree)) for _, tree in files)
+
+
+def reads_arguments(script: Path) -> bool:
+    """Whether the script, or a file beside it that it imports, may read the command's arguments; True if unknown."""
+    files = list(_files(script))
+    return not files or any(_READS_ARGUMENTS.search(ast.dump(tree)) for _, tree in files)
 
 
 def names_early_variable(script: Path) -> bool:

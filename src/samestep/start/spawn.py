@@ -27,6 +27,7 @@ from samestep.start.script import defaults, worker_env
 from samestep.start.signals import restore_sigchld
 from samestep.start.supervise import WorkerGroup
 from samestep.start.worker import Guardian, Worker, WorkerSpec, fill_standard_descriptors
+from samestep.text import type_of
 from samestep.tracebacks import describe_end, last_words
 
 P = ParamSpec("P")
@@ -48,7 +49,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         assert samestep.launch(train, 2, lr=0.1) == [0.0, 0.1]
     """
     if not callable(fn):
-        raise UsageError(f"launch got a {type(fn).__name__}, which cannot be called; pass a function")
+        raise UsageError(f"launch got {type_of(fn)}, which cannot be called; pass a function")
     if type(size) is not int or size < 1:
         raise UsageError(
             f"launch got size {size!r}, which is not a number of processes; use a whole number of at least 1"

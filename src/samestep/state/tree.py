@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 from samestep.errors import UsageError
-from samestep.text import printable
+from samestep.text import type_of, printable
 
 ITEMSIZE = {
     **dict.fromkeys(("bytes", "bool", "uint8", "int8"), 1),
@@ -76,7 +76,7 @@ class Packer:
     def pair(self, key: object, value: object, where: Path) -> list[Any]:
         if type(key) is not str and not (type(key) is int and -(2**63) <= key < 2**63):
             raise UsageError(
-                f"{place(where)} has a key that is a {type(key).__name__}; use str, or int of at most 64 bits"
+                f"{place(where)} has a key that is {type_of(key)}; use str, or int of at most 64 bits"
             )
         return [key, self.node(value, (*where, key))]
 
@@ -86,7 +86,7 @@ class Packer:
         if type(plain := _number(value)) in _PLAIN:
             return self.node(plain, where)
         raise UsageError(
-            f"{place(where)} is a {type(value).__name__}, which a checkpoint cannot carry; "
+            f"{place(where)} is {type_of(value)}, which a checkpoint cannot carry; "
             "give tensors, numbers, str, bytes, bool, None, or dicts, lists and tuples of them"
         )
 

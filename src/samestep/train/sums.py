@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from samestep.text import type_of
 from samestep.train.group.census import pack, unpack
 
 _UNIT = 1 << 1074  # every float is an integer divided by this
@@ -64,7 +65,7 @@ def written(value: Any) -> Any:
         return ["ndarray", value.dtype.str, written(value.shape), value.tobytes().hex()]
     if kind in (list, tuple, set, dict):
         return [kind.__name__, *map(written, value.items() if kind is dict else value)]
-    raise TypeError(f"a {kind.__name__}; use numbers, text, arrays and lists, tuples or dicts of them")
+    raise TypeError(f"{type_of(value)}; use numbers, text, arrays and lists, tuples or dicts of them")
 
 
 def read(node: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from samestep.errors import CheckpointError, UsageError
 from samestep.state import file as state_file
 from samestep.state.tree import ITEMSIZE, Blob, Packer, Path, place
+from samestep.text import type_of
 from samestep.train.group.group import Group
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE if name != "bytes"}
@@ -104,7 +105,7 @@ def _key(tensor: Tensor, where: Path) -> tuple[Hashable, Blob]:
 
 def _refuse_foreign(value: Tensor, where: Path) -> None:
     if type(value) not in (Tensor, Parameter):
-        raise UsageError(f"{place(where)} is a {type(value).__name__}; give the plain tensor it stands for")
+        raise UsageError(f"{place(where)} is {type_of(value)}; give the plain tensor it stands for")
     if value.layout is not torch.strided or value.dtype not in _NAMES or value.device.type == "meta":
         kind = f"{str(value.layout).removeprefix('torch.')} {str(value.dtype).removeprefix('torch.')}"
         raise UsageError(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.errors import CheckpointError, SamestepError, UsageError
-from samestep.text import printable
+from samestep.text import type_of, printable
 from samestep.train.checkpoint import capture
 from samestep.train.data.loader import Loader
 from samestep.train.digest import bit_sums
@@ -133,12 +133,12 @@ def checked_parts(
 ) -> dict[str, Part]:
     if not isinstance(directory, str | os.PathLike):
         raise UsageError(
-            f"Checkpoint got a {type(directory).__name__} as its directory, which comes first; write "
+            f"Checkpoint got {type_of(directory)} as its directory, which comes first; write "
             "Checkpoint('runs/commits', model=model, optimizer=optimizer, train=train)"
         )
     if unnamed:
         raise UsageError(
-            f"Checkpoint got a {type(unnamed[0]).__name__} without a name; write Checkpoint(directory, model=model, "
+            f"Checkpoint got {type_of(unnamed[0])} without a name; write Checkpoint(directory, model=model, "
             "optimizer=optimizer, train=train)"
         )
     if not parts:
@@ -154,7 +154,7 @@ def checked_parts(
         if not hasattr(checked[name], "state_dict") or not hasattr(checked[name], "load_state_dict"):
             its_values = f", such as vars({name})" if hasattr(part, "__dict__") else ""
             raise UsageError(
-                f"Checkpoint cannot keep {name}, a {type(part).__name__} without state_dict and load_state_dict; "
+                f"Checkpoint cannot keep {name}, {type_of(part)} without state_dict and load_state_dict; "
                 f"give what has both, or a dict of values of your own{its_values}"
             )
     return checked

@@ -11,6 +11,7 @@ import torch
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import write_atomically
 from samestep.state.leftovers import remove_unfinished_beside
+from samestep.text import type_of
 from samestep.train.group.control import users_line
 from samestep.train.group.world import joined
 
@@ -28,7 +29,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     """
     if not isinstance(path, str | os.PathLike):
         raise UsageError(
-            f"save got a {type(path).__name__} as its path; the path comes first: samestep.save('model.pt', state)"
+            f"save got {type_of(path)} as its path; the path comes first: samestep.save('model.pt', state)"
         )
     if Path(path).suffix == ".safetensors":
         raise UsageError(
@@ -82,7 +83,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         model.load_state_dict(samestep.load("model.pt"))
     """
     if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"load got a {type(path).__name__} as its path; write samestep.load('model.pt')")
+        raise UsageError(f"load got {type_of(path)} as its path; write samestep.load('model.pt')")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except IsADirectoryError as error:

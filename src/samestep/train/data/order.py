@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from samestep.errors import RanksDiffer, UsageError
+from samestep.text import type_of
 from samestep.train import streams
 from samestep.train.data import share
 from samestep.train.group.group import Group
@@ -302,7 +303,7 @@ class Taken:
             self._indices.extend(map(index, drawn))
         except TypeError as error:
             raise UsageError(
-                f"{self._name} yielded a {type(drawn[0]).__name__}, which is not the index of a sample; let it yield "
+                f"{self._name} yielded {type_of(drawn[0])}, which is not the index of a sample; let it yield "
                 f"integers, or {remedy}"
             ) from error
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from samestep.errors import UsageError
+from samestep.text import type_of
 from samestep.train.draws.draws import Draws
 from samestep.train.forgotten import Evaluations
 from samestep.train.group.world import joined
@@ -65,7 +66,7 @@ def replicate(
     """
     if others:
         raise UsageError(
-            f"replicate got a {type(model).__name__} and a {type(others[0]).__name__}, and takes one model; write "
+            f"replicate got {type_of(model)} and {type_of(others[0])}, and takes one model; write "
             "model = samestep.replicate(model) for each model, and leave the optimizer as it is"
         )
     target = _checked(model, ddp)
@@ -146,7 +147,7 @@ def _check_modes(same: bool | None, exact: bool, loss: str, sync_batchnorm: bool
 def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:
     """The module itself; of a compiled module the original."""
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"replicate got a {type(model).__name__}; pass the torch.nn.Module itself")
+        raise UsageError(f"replicate got {type_of(model)}; pass the torch.nn.Module itself")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.DataParallel):
             where = f" as {name}" if name else ""
@@ -163,12 +164,12 @@ def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:
     tensors = (*target.parameters(), *target.buffers())
     if any(map(is_lazy, tensors)):
         raise UsageError(
-            f"replicate got a {type(target).__name__} with lazy parameters, which have no shape yet; call the model "
+            f"replicate got {type_of(target)} with lazy parameters, which have no shape yet; call the model "
             "with one batch first"
         )
     if any(tensor.is_meta for tensor in tensors):
         raise UsageError(
-            f"replicate got a {type(target).__name__} on the meta device, which has no values; write "
+            f"replicate got {type_of(target)} on the meta device, which has no values; write "
             "model.to_empty(device=device) and initialize it first"
         )
     return target
@@ -237,7 +238,7 @@ def _check_own(model: torch.nn.Module, replicas: Replicas) -> None:
     for name, replica in shared():
         kind = type(replica.model).__name__
         raise UsageError(
-            f"replicate got a {type(model).__name__} whose parameter {name} is also of a {kind} that is replicated "
+            f"replicate got {type_of(model)} whose parameter {name} is also of a {kind} that is replicated "
             "already, and only one of them can exchange its gradient; hold both in one torch.nn.Module that calls "
             f"them in its forward, and replicate that, or del the {kind} if its training is over"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from samestep.errors import UsageError
+from samestep.text import type_of
 from samestep.train.loss import leaves_before
 from samestep.train.nested import map_tensors
 from samestep.train.passes import Share
@@ -158,6 +159,6 @@ def refuse_opaque(output: Any) -> None:
     hidden = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inside)
     if hidden and not isinstance(output, Mapping | tuple | list) and not dataclasses.is_dataclass(output):
         raise UsageError(
-            f"forward returned a {type(output).__name__}, in which replicate cannot find the tensors; "
+            f"forward returned {type_of(output)}, in which replicate cannot find the tensors; "
             "return tensors, or a tuple, dict or dataclass of them"
         )
