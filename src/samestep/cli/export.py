@@ -8,7 +8,7 @@ import click
 from samestep.cli.output import verb, working
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import write_atomically
-from samestep.text import type_of, printable
+from samestep.text import printable, type_of
 
 
 @verb("samestep export")

@@ -204,7 +204,9 @@ for _option in command.params:
     _option.envvar = [f"PET_{name}" for name in _names]
 
 
-def _remark(file: str, args: Sequence[str], size: int, options: Mapping[str, Any], *, is_counted: bool) -> None:
+def _remark(
+    file: str, args: Sequence[str], size: int, options: Mapping[str, Any], *, is_counted: bool
+) -> None:
     """Print remarks on stderr about what a user may not expect of this start."""
     ours = [word for word in args if word.partition("=")[0] in _OPTIONS]
     if ours and not reads_arguments(Path(file)):

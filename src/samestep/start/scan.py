@@ -13,7 +13,9 @@ _JOINS = (
     "detectron2 fastai xformers"
 )
 JOINS = frozenset(_JOINS.split())
-_READS_ARGUMENTS = re.compile("argv|argparse|getopt|optparse|click|typer|fire|tyro|hydra|absl|Parser|docopt|lightning|mmengine")
+_READS_ARGUMENTS = re.compile(
+    "argv|argparse|getopt|optparse|click|typer|fire|tyro|hydra|absl|Parser|docopt|lightning|mmengine"
+)
 _STOPS = re.compile("Checkpoint|SIGUSR1|lightning|composer|submitit|hydra")
 _EARLY = re.compile("(OMP|KMP|GOMP|MKL|OPENBLAS|TORCH|ATEN)_[A-Z]")
 _MOST_FILES = 50

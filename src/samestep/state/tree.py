@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 from samestep.errors import UsageError
-from samestep.text import type_of, printable
+from samestep.text import printable, type_of
 
 ITEMSIZE = {
     **dict.fromkeys(("bytes", "bool", "uint8", "int8"), 1),

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.errors import CheckpointError, SamestepError, UsageError
-from samestep.text import type_of, printable
+from samestep.text import printable, type_of
 from samestep.train.checkpoint import capture
 from samestep.train.data.loader import Loader
 from samestep.train.digest import bit_sums
