@@ -79,22 +79,24 @@ class _Twister:
         self._words = np.ctypeslib.as_array((ctypes.c_uint32 * _WORDS).from_address(interface.state_address))
         self._used = ctypes.c_int.from_address(interface.state_address + self._words.nbytes)
         self._next = ctypes.cast(interface.next_uint32, ctypes.PYFUNCTYPE(None, ctypes.c_void_p))
+        self._state = torch.empty(_STATE, dtype=torch.uint8, device="cpu")
+        fields = self._state.numpy()
+        self._left, self._used_of_torch = fields[8:12].view(np.int32), fields[16:24].view(np.uint64)
+        self._words_of_torch = fields[24 : 24 + 8 * _WORDS].view(np.uint64)
 
     def skip(self, generator: torch.Generator, count: int) -> None:
         """Let torch's CPU generator pass over its next `count` words."""
         if not count:
             return
         state = generator.get_state()
-        fields = state.numpy()
-        left, used = fields[8:12].view(np.int32), fields[16:24].view(np.uint64)
-        words = fields[24 : 24 + 8 * _WORDS].view(np.uint64)
+        ctypes.memmove(self._state.data_ptr(), state.data_ptr(), _STATE)
         # the last word passed over; torch makes new words when it takes the first of them
-        last = _WORDS - int(left[0]) + count
-        self._words[:] = words
+        last = _WORDS - int(self._left[0]) + count
+        self._words[:] = self._words_of_torch
         for _ in repeat(None, last // _WORDS):
             self._used.value = _WORDS
             self._next(self._at)
-        words[:] = self._words
-        used[0] = last % _WORDS + 1
-        left[0] = _WORDS - last % _WORDS
-        generator.set_state(state)
+        self._words_of_torch[:] = self._words
+        self._used_of_torch[0] = last % _WORDS + 1
+        self._left[0] = _WORDS - last % _WORDS
+        generator.set_state(self._state)

@@ -18,11 +18,18 @@ _NOT_THE_MODELS = (
     *(str(path) for path in Path(torch.__file__).parent.iterdir() if path.name != "nn"),
     *(str(Path(__file__).parents[2]), contextlib.__file__),
 )
-_NOT_THE_SCRIPTS = (_LAYERS, *_NOT_THE_MODELS)
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _LINES = (
     2  # a function of the script may draw for the samples, and for other things where another line calls it
 )
+
+
+@functools.cache
+def _owner_of(file: str) -> str | None:
+    """Whose code a file has: the "script"'s, or torch's "layers"; None where neither draws."""
+    if file.startswith(_NOT_THE_MODELS):
+        return None
+    return "layers" if file.startswith(_LAYERS) else "script"
 
 
 def line_of_draw() -> tuple[Any, ...]:
@@ -34,9 +41,9 @@ def line_of_draw() -> tuple[Any, ...]:
         file = frame.f_code.co_filename
         if file == _CHECKPOINT:
             break
-        if not file.startswith(_NOT_THE_MODELS):
+        if (owner := _owner_of(file)) is not None:
             calls += (frame.f_code, frame.f_lasti)
-            num_lines += not file.startswith(_LAYERS)
+            num_lines += owner == "script"
         frame = frame.f_back
     return tuple(calls)
 
@@ -76,7 +83,7 @@ def value_of(node: ast.AST, frame: FrameType) -> Any:
 
 
 def scripts_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
+    while frame is not None and _owner_of(frame.f_code.co_filename) != "script":
         frame = frame.f_back
     return frame
 
