@@ -129,6 +129,7 @@ def test_a_failing_script_ends_it_with_the_runs_own_report(tmp_path):
     assert "seven" in (tmp_path / re.search(r"^Logs: (\S+)$", err, re.MULTILINE)[1]).read_text()
 
 
+@pytest.mark.slow
 def test_a_size_that_fails_leaves_the_others_measured_and_a_changed_script_is_measured_anew(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"import sys, runpy\nsys.argv = ['planted.py', 'nothing']\n{FAILS}")

@@ -272,13 +272,13 @@ def test_steps_after_a_pass_that_was_left_are_counted(run, tmp_path):
                 break
         with torch.no_grad():
             for (x,) in samestep.loader(data, 3):
-                time.sleep(0.01)
+                time.sleep(0.1)
     """
     assert run(source, 1, env={"SAMESTEP_RUN": str(tmp_path / "run")})[0] == [0]
     found = read_step_times(Path(tmp_path, "run", "pulse", "steps-0"))
     assert found.progress.rows == 6  # a step that the loop breaks off has no end
-    assert found.progress.between_s > 0.03
-    assert found.progress.step_s < 0.01
+    assert found.progress.between_s > 0.3
+    assert found.progress.step_s < 0.1
     assert torch.isnan(torch.tensor(found.progress.loss)) or found.progress.loss != 0
 
 

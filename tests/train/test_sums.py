@@ -114,5 +114,5 @@ def test_dicts_of_numbers_are_added_by_key_and_others_and_means_are_named(world)
             samestep.mean(dict.fromkeys(value[min(world.rank, 1)], 1.0))
     with pytest.raises(RanksDiffer, match=r"got 1 value on rank 0 and 2 values on rank 1"):
         samestep.sum({"a": torch.ones(1)} if world.rank == 0 else {"a": torch.ones(1), "b": torch.ones(1)})
-    with pytest.raises(UsageError, match=r"samestep.sum cannot send this key to other ranks: a object"):
+    with pytest.raises(UsageError, match=r"samestep.sum cannot send this key to other ranks: an object"):
         samestep.sum({object(): 1} if world.rank == 0 else {2: 1})

@@ -176,7 +176,7 @@ def test_a_part_whose_state_is_not_plain_is_refused_by_its_place(run, tmp_path):
         run.step()
     """)
     assert codes == [1]
-    assert "UsageError: optimizer.param_groups.0.why is a object, which a checkpoint cannot carry" in said[0]
+    assert "UsageError: optimizer.param_groups.0.why is an object, which a checkpoint cannot carry" in said[0]
 
 
 def test_schedulers_scalers_and_own_objects_come_back_as_they_were(run, tmp_path):
