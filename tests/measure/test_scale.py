@@ -9,15 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from samestep.cli import scale as scale_command
-from samestep.errors import UsageError, WorkerFailed
+from samestep.errors import UsageError
 from samestep.measure.report import Report, plots_of
 from samestep.measure.scale import Measured, Plan, Variant, measure, variants
-from samestep.measure.trial import Result
 from samestep.measure.verdict import limit_of, rows_of, verdict
 from samestep.steptimes import PARTS, SHOWN, Breakdown
 
@@ -144,15 +142,6 @@ def test_a_size_that_fails_leaves_the_others_measured_and_a_changed_script_is_me
     again.send_signal(signal.SIGINT)
     ended(again)
     assert len({path.name for path in tmp_path.glob("runs/*")} - kept) == 1
-
-
-def test_what_the_script_printed_stands_before_a_report_without_an_exception():
-    report = "train.py failed on rank 0 of 1 (n1) after 1.4 s\n\nexit code 2\n\nLogs: runs/1/logs/rank-0.log"
-    run = SimpleNamespace(ended=SimpleNamespace(failure=report))
-    printed = f"usage: train.py\ntrain.py: error: unrecognized arguments: --epohs\n{report}\n"
-    with pytest.raises(WorkerFailed, match="unrecognized arguments: --epohs") as caught:
-        Result(2, 1.4, printed, run).checked()
-    assert str(caught.value).endswith(report)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from samestep.errors import WorkerFailed
-from samestep.measure.trial import Trial, end_on_signals
+from samestep.measure.trial import Result, Trial, end_on_signals
 
 WAITS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
 
@@ -38,6 +39,7 @@ def test_a_trial_returns_exit_code_output_failure_and_run(tmp_path):
     source = """
 import os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 print("rank", os.environ["RANK"], sys.argv[1:], os.environ["TOLD"], sys.stdin.read(), flush=True)
 printed = Path(__file__).with_name("printed")
 if os.environ["RANK"] == "0":
@@ -96,8 +98,9 @@ def test_an_exception_ends_the_script(tmp_path):
 def test_a_script_ends_with_the_process_that_tries_it(tmp_path, number):
     source = f"""
 from pathlib import Path
+from types import SimpleNamespace
 from samestep.errors import WorkerFailed
-from samestep.measure.trial import Trial, end_on_signals
+from samestep.measure.trial import Result, Trial, end_on_signals
 with end_on_signals():
     Trial([{script(tmp_path, WAITS)!r}], 1, Path({str(tmp_path)!r}) / "trial").run(lambda line: print(line, flush=True))
 """
@@ -122,6 +125,7 @@ def test_another_launcher_starts_the_ranks_on_the_same_cores(tmp_path):
     source = """
 import os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 said = [os.environ["RANK"], os.environ["WORLD_SIZE"], str(len(os.sched_getaffinity(0))), os.environ["TOLD"]]
 os.write(1, (" ".join(said) + "\\n").encode())
 Path(__file__).with_name(f"printed-{os.environ['RANK']}").touch()
@@ -136,3 +140,12 @@ sys.exit(sys.argv[1])
     assert result.run.size == 2
     with pytest.raises(WorkerFailed, match="seven"):
         result.checked()
+
+
+def test_what_the_script_printed_stands_before_a_report_without_an_exception():
+    report = "train.py failed on rank 0 of 1 (n1) after 1.4 s\n\nexit code 2\n\nLogs: runs/1/logs/rank-0.log"
+    run = SimpleNamespace(ended=SimpleNamespace(failure=report))
+    printed = f"usage: train.py\ntrain.py: error: unrecognized arguments: --epohs\n{report}\n"
+    with pytest.raises(WorkerFailed, match="unrecognized arguments: --epohs") as caught:
+        Result(2, 1.4, printed, run).checked()
+    assert str(caught.value).endswith(report)

@@ -129,3 +129,30 @@ def test_the_launchers_lines_begin_anew_after_an_unfinished_line_of_rank_0(launc
     code, _, err = launcher.run("-n", "2", "train.py")
     assert code == 3
     assert " 50%|###   |\ntrain.py failed on rank 1 of 2" in err
+
+
+FILES = """
+import os, samestep
+class Log:
+    def __init__(self, name):
+        self.file, self.me = open(f"{name}{os.environ['RANK']}", "w"), self
+        self.file.write("written")
+def main():
+    file = open(f"local{os.environ['RANK']}", "w")
+    samestep.init()
+    file.write("written")
+    END
+if __name__ == "__main__":
+    kept = Log("kept")
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("pass", 0), pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow)]
+)
+def test_files_that_are_left_open_have_what_was_written(launcher, end, code):
+    launcher.write(FILES.replace("END", end))
+    assert launcher.run("-n", "2", "train.py")[0] == code
+    for name in ("local", "kept"):
+        assert [(launcher.home / f"{name}{rank}").read_text() for rank in (0, 1)] == ["written"] * 2

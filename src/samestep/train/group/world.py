@@ -3,17 +3,19 @@
 import atexit
 import gc
 import importlib
+import io
 import os
 import platform
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,7 @@ from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output, share_run
 
 _GLOO_FILES = 2
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _DRAWN_SEED = 1 << 48  # torch draws seeds of 64 bits; people write smaller seeds
 
 _group: Group | None = None
@@ -250,15 +253,31 @@ def _draw_alike(group: Group) -> None:
 @cache
 def _load_and_freeze() -> None:
     """Import what DDP imports late, and keep all that was imported out of Python's search for garbage."""
-    # That search takes a quarter of the time of such an import, and half a second at the end of the process. The
-    # script's end is noted before Python waits for threads and calls what the script has registered.
+    # That search takes a quarter of the time of such an import, and a second at the end of the process.
     is_enabled = gc.isenabled()
     gc.disable()
-    importlib.import_module("torch._dynamo")
+    # What is frozen is freed by its last reference alone. So the script's garbage goes before, and what its objects in
+    # reference cycles have written is flushed at the end.
+    gc.collect()
+    files = [weakref.ref(each) for each in gc.get_objects() if issubclass(type(each), _BUFFERED)]
+    atexit.register(_flush, files)
+    # An exception that the import keeps would keep all frames below it. A thread has no frame of the script.
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+    thread.start()
+    thread.join()
     gc.freeze()
     if is_enabled:
         gc.enable()
+    # The script's end is noted before Python waits for threads and calls what the script has registered.
     threading._register_atexit(_note_end_of_script)  # type: ignore[attr-defined]
+
+
+def _flush(files: Sequence[weakref.ref[IO[Any]]]) -> None:
+    for reference in files:
+        file = reference()
+        if file is not None and not file.closed:
+            with suppress(OSError, ValueError):
+                file.flush()
 
 
 def _note_end_of_script() -> None:
