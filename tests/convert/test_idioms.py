@@ -283,3 +283,64 @@ def test_a_model_is_replicated_before_the_branch_that_chooses_its_optimizer():
     chosen = "if len(sys.argv) > 1:\n    best = torch.optim.SGD(net.parameters(), 0.1)\n"
     chosen += "else:\n    best = torch.optim.Adam(net.parameters(), 0.1)\n"
     assert "print(net)\nnet = samestep.replicate(net)\nif len(sys.argv) > 1:\n" in _after(f"{begin}{chosen}")
+
+
+LOSSES = "    losses = F.cross_entropy(model(x), y, reduction='none')\n"
+UPDATE = "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("weights", "becomes", "loss"),
+    [
+        ("x[:, 0] / x[:, 0].sum()", "x[:, 0] / samestep.sum(x[:, 0].sum())", "(w * losses).sum()"),
+        (
+            "torch.softmax(-losses.detach(), 0)",
+            "torch.softmax(-samestep.gather(losses).detach(), 0)",
+            "(w * samestep.gather(losses)).sum()",
+        ),
+        (
+            "torch.argsort(losses.detach())",
+            "torch.argsort(samestep.gather(losses).detach())",
+            "(w * samestep.gather(losses)).sum()",
+        ),
+    ],
+)
+def test_weights_of_samples_that_compare_them_meet_as_many_losses(weights, becomes, loss):
+    text = f"{BEGIN}for x, y in train:\n{LOSSES}    w = {weights}\n    loss = (w * losses).sum()\n{UPDATE}"
+    assert f"    w = {becomes}\n    loss = {loss}\n" in _after(text)
+    assert not _of(text).gaps
+
+
+def test_an_index_of_the_whole_batch_takes_its_rows_from_there_though_they_are_not_used():
+    lines = (
+        "    order = torch.argsort(losses)\n    unused = losses[order]\n    loss = losses[order[:5]].mean()\n"
+    )
+    made = _after(f"{BEGIN}for x, y in train:\n{LOSSES}{lines}{UPDATE}")
+    assert "    unused = samestep.gather(losses)[order]\n" in made
+
+
+@pytest.mark.parametrize(
+    "pieces", ["x.split(2), y.split(2)", "torch.chunk(x, 4), y.chunk(4)", "x.split(2, 0), y.split(2, dim=0)"]
+)
+def test_parts_of_a_batch_that_are_trained_one_after_another_are_listed(pieces):
+    step = STEP.replace("(x), y", "(part), target").replace("    ", "        ")
+    text = f"{BEGIN}for x, y in train:\n    for part, target in zip({pieces}):\n{step}"
+    assert [gap for gap in _of(text).gaps if "train.py:14" in gap]
+
+
+def test_a_part_of_a_model_that_is_called_by_its_place_is_no_call_of_the_model():
+    begin = BEGIN.replace("nn.Linear(4, 3)", "nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))")
+    text = f"{begin}for x, y in train:\n{STEP.replace('model(x)', 'model[1](model[0](x))')}"
+    (gap,) = _of(text).gaps
+    assert "no line calls model(...)" in gap
+
+
+@pytest.mark.parametrize("option", ["lr", "weight_decay"])
+def test_an_optimizer_gets_options_that_are_computed_from_the_whole_batch(option):
+    lines = f"    for group in optimizer.param_groups:\n        group['{option}'] = 0.1 * len(x) / 8\n"
+    made = _after(f"{BEGIN}for x, y in train:\n{lines}{STEP}")
+    assert f"        group['{option}'] = 0.1 * samestep.sum(len(x)) / 8\n" in made
+
+
+def test_a_format_that_reads_a_field_of_a_number_is_followed():
+    assert not _of(f"{BEGIN}for x, y in train:\n{STEP}print('{{n.real}}'.format(n=len(data)))\n").gaps

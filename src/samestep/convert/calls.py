@@ -169,7 +169,8 @@ class Calls(Library):
             return self.parameters(node)
         elif name in NAMED["model"]:
             return self._in_mode(self.value(node.func.value), node)  # type: ignore[attr-defined]
-        holder = self.known[node.func.value] if isinstance(node.func, ast.Attribute) else Value()
+        is_part = isinstance(node.func, ast.Attribute) or self._is_layer(node.func)
+        holder = self.known[node.func.value] if is_part else Value()  # type: ignore[attr-defined]
         is_method = self.is_model(holder) and key_of(holder) == key_of(callee) and name != "forward"
         if not is_method:
             called = self.called_inside if self.in_forward else self.called
@@ -194,6 +195,10 @@ class Calls(Library):
             reason = f"forward returns a {class_.node.name}, in which replicate sees no tensors"
             self.gap(node, f"{reason}; make it a dataclass")
         return value
+
+    def _is_layer(self, node: ast.expr) -> bool:
+        """Whether this is a layer as `net[0]`, whose call is none of the net; the layers of a list are replicated."""
+        return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and not self.in_forward
 
     def _through_layers(self, model: Value, node: ast.Call, given: Values, result: Value) -> Value:
         """What a model of torch makes of its inputs: another value than `result` where a layer is of the project."""

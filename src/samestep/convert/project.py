@@ -182,6 +182,9 @@ class Following:
         self.loops: list[Loop] = []
         self.passes: list[Loop] = []  # loops over loaders without a sampler or shuffle
         self.known: dict[ast.AST, Value] = {}  # the latest value of each expression
+        self.indexed: dict[
+            ast.AST, tuple[Any, ...]
+        ] = {}  # rows chosen by an index, with the edits that total it
         self.reached: set[ast.AST] = set()  # functions and loaders that were followed
         self.called_by_line: set[ast.AST] = set()  # functions that a line of the project calls
         self.names_called: set[str] = set()  # of methods of unknown objects, whose arguments are totalled
