@@ -344,3 +344,34 @@ def test_an_optimizer_gets_options_that_are_computed_from_the_whole_batch(option
 
 def test_a_format_that_reads_a_field_of_a_number_is_followed():
     assert not _of(f"{BEGIN}for x, y in train:\n{STEP}print('{{n.real}}'.format(n=len(data)))\n").gaps
+
+
+COLLECT = (
+    "xs, ys = [], []\nwith torch.no_grad():\n    for x, y in test:\n"
+    "        xs.append(x); ys.append(model(x).argmax(1))\n"
+)
+
+
+def test_a_loader_of_samples_that_a_pass_has_labelled_gets_those_of_all_processes():
+    lines = "more = DataLoader(TensorDataset(torch.cat(xs), torch.cat(ys)), batch_size=8)\n"
+    made = _after(f"{BEGIN}{COLLECT}{lines}for x, y in more:\n{STEP}")
+    assert "TensorDataset(samestep.gather(torch.cat(xs)), samestep.gather(torch.cat(ys)))" in made
+
+
+@pytest.mark.parametrize(
+    "ends", ["    l.backward()\n    best.step()\n", "    l.backward()\n    return l\nbest.step(part)\n"]
+)
+def test_a_parameter_alone_that_learns_from_what_a_pass_collected_is_listed(ends):
+    begin = "for _ in range(3):\n" if "return" not in ends else "def part():\n"
+    lines = "heat = nn.Parameter(torch.ones(1))\nbest = torch.optim.SGD([heat], 0.1)\n"
+    lines += (
+        f"outs, ys = torch.cat(xs), torch.cat(ys)\n{begin}    l = F.cross_entropy(outs / heat, ys)\n{ends}"
+    )
+    (gap,) = _of(f"{BEGIN}for x, y in train:\n{STEP}{COLLECT}{lines}").gaps
+    assert "this parameter is in no model" in gap
+
+
+def test_rows_that_are_mixed_with_rows_in_another_order_are_listed():
+    lines = f"    x = 0.7 * x + 0.3 * x.flip(0)\n{STEP}"
+    (gap,) = _of(f"{BEGIN}for x, y in train:\n{lines}").gaps
+    assert "compares samples of a share with each other (flip)" in gap

@@ -252,12 +252,14 @@ class Calls(Library):
         assert statement is not None
         return Value(models=frozenset({Site(tuple(names), statement, frame.source)}))
 
+    def note_alone(self, name: str, node: ast.Call) -> None:
+        """Note the parameters among an optimizer's arguments that are in no model."""
+        if not name.startswith("torch.optim."):
+            return
+        made = (self.known.get(part, Value()).origin for part in ast.walk(node))
+        self.parameters_alone |= {at[:2] for at in made if at and _PARAMETER.match(ast.unparse(at[0]))}
+
     def optimizes(self, *values: Value) -> Value:
-        given = list(values)
-        for value in given:
-            given += value.parts
-            if value.origin and _PARAMETER.match(ast.unparse(value.origin[0])):
-                self.parameters_alone.add(value.origin[:2])
         sites = sorted(models_of(*values), key=lambda site: (site.statement.lineno, site.names[0][0]))
         self.findings.sites.update(dict.fromkeys(sites))
         return Value("optimizer", models=models_of(*values))

@@ -29,6 +29,9 @@ _OF_NO_BATCH = (
     "the loop's batch was not followed into this loss; if it is made of noise alone, draw as many rows as the batch "
     "has, as in torch.randn(len(x), 8): without --same each process draws all rows of a fixed number"
 )
+_OF_A_PASS = (
+    "this loss is of what a pass collected, of which each process has a part; take it of samestep.gather(...)"
+)
 _NOT_SHARED = "this loss is of data that no samestep.loader shares; take the batches from a DataLoader"
 
 
@@ -374,6 +377,11 @@ class Follower(Calls):
             self.gap(node, _BY_SAMPLE)
         if self.batches is not None and sum(self.batches.taken.values()) > 1:
             self.gap(node, _MIXED)
+        loss_of: ast.expr = node.func.value  # type: ignore[attr-defined]
+        if self.batches is None and loss.is_shared and not self._is_of_held(loss_of):
+            self.gap(node, _OF_A_PASS)
+        if self.batches is None and (loss.is_shared or loss.of == TOTAL):
+            self.trained_alike[self.frame.function or self.source.tree] = self.source
         if loss.kind == Kind.OTHER and loss.edits and self.may_total():
             self.apply(loss.edits)
         elif loss.of == TOTAL:
@@ -382,7 +390,7 @@ class Follower(Calls):
             self.findings.losses.setdefault("mean" if loss.kind == Kind.MEAN else "sum", (self.source, node))
         elif loss.is_shared:
             reason = f"the loss {loss.of}" if isinstance(loss.of, str) else "no total of this loss is known"
-            part, source = self.cause(node.func.value, str(loss.of), self.source)  # type: ignore[attr-defined]
+            part, source = self.cause(loss_of, str(loss.of), self.source)
             is_inside = any(getattr(around, "name", "") == "forward" for around in source.around(part))
             returned = "return the outputs from forward, and " * is_inside
             text = f"{reason.partition(';')[0]}; {returned}{_OF_THE_LOSS}"

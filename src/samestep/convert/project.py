@@ -203,6 +203,7 @@ class Following:
         self.carried: set[Any] = set()  # arguments of models that were equal on all ranks, by key
         # parameters that an optimizer gets beside its models
         self.parameters_alone: set[tuple[ast.expr, Source]] = set()
+        self.trained_alike: dict[ast.AST, Source] = {}  # where a total outside of all batches is derived
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
         self.time_first: set[str | None] = set()  # what batches' sizes depend on that have samples second
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0

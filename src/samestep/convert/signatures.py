@@ -179,8 +179,10 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
 
 
 def keeps_rows(reason: object) -> bool:
-    """Whether a value with this reason has an element for each sample, as a softmax over them."""
-    return reason in [_OVER_SAMPLES.format(name) for name in NAMED["along"] | _IN_ORDER]
+    """Whether a value with this reason may have an element for each sample, as a softmax over them."""
+    return str(reason).startswith(BETWEEN) or reason in [
+        _OVER_SAMPLES.format(name) for name in NAMED["along"] | _IN_ORDER
+    ]
 
 
 def turns(name: str, dims: list[str]) -> bool:
