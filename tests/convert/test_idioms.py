@@ -283,3 +283,107 @@ def test_a_model_is_replicated_before_the_branch_that_chooses_its_optimizer():
     chosen = "if len(sys.argv) > 1:\n    best = torch.optim.SGD(net.parameters(), 0.1)\n"
     chosen += "else:\n    best = torch.optim.Adam(net.parameters(), 0.1)\n"
     assert "print(net)\nnet = samestep.replicate(net)\nif len(sys.argv) > 1:\n" in _after(f"{begin}{chosen}")
+
+
+LOSSES = "    losses = F.cross_entropy(model(x), y, reduction='none')\n"
+UPDATE = "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("weights", "becomes", "loss"),
+    [
+        ("x[:, 0] / x[:, 0].sum()", "x[:, 0] / samestep.sum(x[:, 0].sum())", "(w * losses).sum()"),
+        (
+            "torch.softmax(-losses.detach(), 0)",
+            "torch.softmax(-samestep.gather(losses).detach(), 0)",
+            "(w * samestep.gather(losses)).sum()",
+        ),
+        (
+            "torch.argsort(losses.detach())",
+            "torch.argsort(samestep.gather(losses).detach())",
+            "(w * samestep.gather(losses)).sum()",
+        ),
+    ],
+)
+def test_weights_of_samples_that_compare_them_meet_as_many_losses(weights, becomes, loss):
+    text = f"{BEGIN}for x, y in train:\n{LOSSES}    w = {weights}\n    loss = (w * losses).sum()\n{UPDATE}"
+    assert f"    w = {becomes}\n    loss = {loss}\n" in _after(text)
+    assert not _of(text).gaps
+
+
+def test_an_index_of_the_whole_batch_takes_its_rows_from_there_though_they_are_not_used():
+    lines = (
+        "    order = torch.argsort(losses)\n    unused = losses[order]\n    loss = losses[order[:5]].mean()\n"
+    )
+    made = _after(f"{BEGIN}for x, y in train:\n{LOSSES}{lines}{UPDATE}")
+    assert "    unused = samestep.gather(losses)[order]\n" in made
+
+
+@pytest.mark.parametrize(
+    "pieces", ["x.split(2), y.split(2)", "torch.chunk(x, 4), y.chunk(4)", "x.split(2, 0), y.split(2, dim=0)"]
+)
+def test_parts_of_a_batch_that_are_trained_one_after_another_are_listed(pieces):
+    step = STEP.replace("(x), y", "(part), target").replace("    ", "        ")
+    text = f"{BEGIN}for x, y in train:\n    for part, target in zip({pieces}):\n{step}"
+    assert [gap for gap in _of(text).gaps if "train.py:14" in gap]
+
+
+def test_a_part_of_a_model_that_is_called_by_its_place_is_no_call_of_the_model():
+    begin = BEGIN.replace("nn.Linear(4, 3)", "nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))")
+    text = f"{begin}for x, y in train:\n{STEP.replace('model(x)', 'model[1](model[0](x))')}"
+    (gap,) = _of(text).gaps
+    assert "no line calls model(...)" in gap
+
+
+@pytest.mark.parametrize("option", ["lr", "weight_decay"])
+def test_an_optimizer_gets_options_that_are_computed_from_the_whole_batch(option):
+    lines = f"    for group in optimizer.param_groups:\n        group['{option}'] = 0.1 * len(x) / 8\n"
+    made = _after(f"{BEGIN}for x, y in train:\n{lines}{STEP}")
+    assert f"        group['{option}'] = 0.1 * samestep.sum(len(x)) / 8\n" in made
+
+
+def test_a_format_that_reads_a_field_of_a_number_is_followed():
+    assert not _of(f"{BEGIN}for x, y in train:\n{STEP}print('{{n.real}}'.format(n=len(data)))\n").gaps
+
+
+COLLECT = (
+    "xs, ys = [], []\nwith torch.no_grad():\n    for x, y in test:\n"
+    "        xs.append(x); ys.append(model(x).argmax(1))\n"
+)
+
+
+def test_a_loader_of_samples_that_a_pass_has_labelled_gets_those_of_all_processes():
+    lines = "more = DataLoader(TensorDataset(torch.cat(xs), torch.cat(ys)), batch_size=8)\n"
+    made = _after(f"{BEGIN}{COLLECT}{lines}for x, y in more:\n{STEP}")
+    assert "TensorDataset(samestep.gather(torch.cat(xs)), samestep.gather(torch.cat(ys)))" in made
+
+
+@pytest.mark.parametrize(
+    "ends", ["    l.backward()\n    best.step()\n", "    l.backward()\n    return l\nbest.step(part)\n"]
+)
+def test_a_parameter_alone_that_learns_from_what_a_pass_collected_is_listed(ends):
+    begin = "for _ in range(3):\n" if "return" not in ends else "def part():\n"
+    lines = "heat = nn.Parameter(torch.ones(1))\nbest = torch.optim.SGD([heat], 0.1)\n"
+    lines += (
+        f"outs, ys = torch.cat(xs), torch.cat(ys)\n{begin}    l = F.cross_entropy(outs / heat, ys)\n{ends}"
+    )
+    (gap,) = _of(f"{BEGIN}for x, y in train:\n{STEP}{COLLECT}{lines}").gaps
+    assert "this parameter is in no model" in gap
+
+
+def test_rows_that_are_mixed_with_rows_in_another_order_are_listed():
+    lines = f"    x = 0.7 * x + 0.3 * x.flip(0)\n{STEP}"
+    (gap,) = _of(f"{BEGIN}for x, y in train:\n{lines}").gaps
+    assert "compares samples of a share with each other (flip)" in gap
+
+
+@pytest.mark.parametrize("use", ["print(w.sum())", "order = torch.utils.data.WeightedRandomSampler(w, 20)"])
+def test_what_a_pass_collects_is_listed_where_the_first_turn_of_a_loop_has_it_whole(use):
+    lines = (
+        f"    {use}\n" + "".join(f"    {line}\n" for line in COLLECT.splitlines()) + "    w = torch.cat(ys)\n"
+    )
+    found = _of(f"{BEGIN}for x, y in train:\n{STEP}w = torch.ones(20)\nfor epoch in range(2):\n{lines}")
+    said = [text for text in (*found.gaps, *found.notes) if "numbers that all processes have" in text]
+    assert "train.py:17" in said[0]
+    made = f"{BEGIN}for x, y in train:\n{STEP}w = torch.ones(20)\nfor epoch in range(2):\n"
+    assert not _of(made + lines.replace(f"    {use}\n", "") + "    print(w.sum())\n").gaps

@@ -98,3 +98,17 @@ def test_a_directory_made_by_pathlib_may_be_there_already():
     )
     assert "Path('a').mkdir(exist_ok=True)" in made
     assert "Path('b').mkdir(parents=True, exist_ok=True)" in made
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["os.remove('a.pt')", "os.rename('a.pt', 'b.pt')", "shutil.rmtree('old')", "Path('a.pt').unlink()"],
+)
+def test_a_file_is_moved_or_removed_by_rank_0_alone(line):
+    begin = f"import os, shutil, tempfile\nfrom pathlib import Path\n{BEGIN}"
+    made = _after(f"{begin}if len(data) > 2:\n    {line}\n{TRAIN}")
+    assert f"    if samestep.init().rank == 0: {line}\n" in made
+    own = "place = tempfile.mkdtemp()\nshutil.rmtree(place)\nnames = []\nnames.remove(1)\n"
+    assert "rank == 0" not in _after(f"{begin}{own}{TRAIN}")
+    (gap,) = _of(f"{begin}if len(data) > 2: {line}\n{TRAIN}").gaps
+    assert "in a line of its own" in gap

@@ -369,3 +369,13 @@ def test_a_slope_of_the_inputs_of_frozen_models_is_no_sum_to_be_said(world):
                 parameter.requires_grad_(False)
             model(x.requires_grad_()).sum().backward()
     assert "a sum over samples" not in said.getvalue()
+
+
+def test_a_mean_of_a_batch_that_was_taken_before_the_loop_has_the_gradient_of_the_whole_batch(world):
+    rows = torch.arange(8.0, dtype=torch.float64)[:, None]
+    model = samestep.replicate(torch.nn.Linear(1, 1, bias=False).double())
+    (x,) = next(iter(samestep.loader(TensorDataset(rows), 8)))
+    for _ in range(2):
+        model.zero_grad()
+        samestep.mean(model(x).mean()).backward()
+        assert model.weight.grad.item() == pytest.approx(3.5)

@@ -169,7 +169,8 @@ class Calls(Library):
             return self.parameters(node)
         elif name in NAMED["model"]:
             return self._in_mode(self.value(node.func.value), node)  # type: ignore[attr-defined]
-        holder = self.known[node.func.value] if isinstance(node.func, ast.Attribute) else Value()
+        is_part = isinstance(node.func, ast.Attribute) or self._is_layer(node.func)
+        holder = self.known[node.func.value] if is_part else Value()  # type: ignore[attr-defined]
         is_method = self.is_model(holder) and key_of(holder) == key_of(callee) and name != "forward"
         if not is_method:
             called = self.called_inside if self.in_forward else self.called
@@ -194,6 +195,10 @@ class Calls(Library):
             reason = f"forward returns a {class_.node.name}, in which replicate sees no tensors"
             self.gap(node, f"{reason}; make it a dataclass")
         return value
+
+    def _is_layer(self, node: ast.expr) -> bool:
+        """Whether this is a layer as `net[0]`, whose call is none of the net; the layers of a list are replicated."""
+        return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and not self.in_forward
 
     def _through_layers(self, model: Value, node: ast.Call, given: Values, result: Value) -> Value:
         """What a model of torch makes of its inputs: another value than `result` where a layer is of the project."""
@@ -247,12 +252,14 @@ class Calls(Library):
         assert statement is not None
         return Value(models=frozenset({Site(tuple(names), statement, frame.source)}))
 
+    def note_alone(self, name: str, node: ast.Call) -> None:
+        """Note the parameters among an optimizer's arguments that are in no model."""
+        if not name.startswith("torch.optim."):
+            return
+        made = (self.known.get(part, Value()).origin for part in ast.walk(node))
+        self.parameters_alone |= {at[:2] for at in made if at and _PARAMETER.match(ast.unparse(at[0]))}
+
     def optimizes(self, *values: Value) -> Value:
-        given = list(values)
-        for value in given:
-            given += value.parts
-            if value.origin and _PARAMETER.match(ast.unparse(value.origin[0])):
-                self.parameters_alone.add(value.origin[:2])
         sites = sorted(models_of(*values), key=lambda site: (site.statement.lineno, site.names[0][0]))
         self.findings.sites.update(dict.fromkeys(sites))
         return Value("optimizer", models=models_of(*values))

@@ -194,8 +194,11 @@ def _check_alone(followed: Follower) -> None:
     """Note a parameter that is in no model, if a loop over batches uses it: nothing exchanges its gradient."""
     findings = followed.findings
     for made, source in followed.parameters_alone:
-        loops = [node for node in ast.walk(source.tree) if isinstance(node, ast.For | ast.While)]
+        loops: list[ast.AST] = [
+            node for node in ast.walk(source.tree) if isinstance(node, ast.For | ast.While)
+        ]
         loops = [node for node in loops if findings.over.get(source.span(node)) == "batches"]
+        loops += [node for node, file in followed.trained_alike.items() if file is source]
         used = {part.id for loop in loops for part in ast.walk(loop) if isinstance(part, ast.Name)}
         if used & {*map(ast.unparse, getattr(source.parents[made], "targets", ()))}:
             findings.gap(source, made, _ALONE)

@@ -82,13 +82,18 @@ class Elements(Decisions):
         if along.kind == Kind.OTHER and along.of == NUMBERED and first is not node.slice:
             return Value(Kind.ROWS)  # an element of each row, as in x[np.arange(len(x)), y]
         if along.kind in (Kind.ROW, Kind.OTHER):
-            return along.bare if along.kind == Kind.ROW else other(along.of, along)
+            return along.bare if along.kind == Kind.ROW else self._at_places(node, along)
         if is_all or self.in_forward:
             return Value(Kind.ROWS if base.kind == Kind.BATCH else base.kind)
         if index.is_shared:
             # an index along the rows chooses some of them; another one chooses within each row
             return Value(Kind.SOME if first is node.slice or along.kind in ROWS else Kind.ROWS)
         return Value(Kind.OTHER, "is of some samples of a share")
+
+    def _at_places(self, node: ast.Subscript, places: Value) -> Value:
+        if self.may_total():
+            self.indexed[node] = places.edits or ()
+        return other(places.of, places)
 
     def shape(self, rows: Value) -> Value:
         count, is_second = counted(rows, self.batches), rows.kind in TURNED

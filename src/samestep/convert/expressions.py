@@ -115,7 +115,7 @@ class Expressions(Elements):
             return Value()
         if name == "shape" and base.kind in ROWS:
             return self.shape(base)
-        is_method = getattr(self.source.parents[node], "func", None) is node
+        is_method = getattr(self.source.parents.get(node), "func", None) is node
         if base.kind in ROWS and name in NAMED["field"] and not is_method:
             return self.loss_of_model(node) if name == "loss" else counted(base, self.batches)
         if name in ("T", "mT", "H") and base.kind in ROWS:

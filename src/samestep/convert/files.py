@@ -14,6 +14,7 @@ from samestep.convert.values import Value
 
 _DEVICES = ("cuda", "mps", "xpu")
 _ALL_WRITE = "every process would write here ({}); make it on rank 0 only, {}"
+_BY_ONE = "write it in a line of its own, under `if samestep.init().rank == 0:`"
 _HOOK = (
     "a hook ({}) gets this process's share, and gradients of it alone; take totals of what it keeps, "
     "and change gradients after backward()"
@@ -204,12 +205,18 @@ def _written(followed: Follower, source: Source, node: ast.Call, path: ast.expr)
         followed.findings.edit(before, after, *(waits if line is not None else ()))
 
 
-def _synced(followed: Follower, source: Source, node: ast.Call) -> None:
-    """Let only rank 0 sync a file to the disk: /dev/null, which the others write to, cannot be synced."""
-    statement = source.statement_of(node)
-    if isinstance(statement, ast.Expr) and source.indent(statement) is not None:
-        start = source.start(statement)
-        followed.findings.edit(Edit(source, start, start, "if samestep.init().rank == 0: "))
+def _by_one(followed: Follower, source: Source, node: ast.Call) -> None:
+    """Let only rank 0 sync a file to the disk, move or remove it: no file can be moved twice, nor /dev/null synced."""
+    statement, path = source.statement_of(node), (*node.args, getattr(node.func, "value", node))[0]
+    if followed.known.get(path, Value()).kind == "own" or not isinstance(statement, ast.Expr):
+        return
+    if source.indent(statement) is None:
+        followed.findings.gap(
+            source, node, f"every process would do this ({ast.unparse(node.func)}); {_BY_ONE}"
+        )
+        return
+    start = source.start(statement)
+    followed.findings.edit(Edit(source, start, start, "if samestep.init().rank == 0: "))
 
 
 def _waits_after(followed: Follower, source: Source, node: ast.Call) -> tuple[Edit, ...]:
@@ -339,7 +346,8 @@ _BY_NAME: dict[str, Callable[[Follower, Source, ast.Call], None]] = {
     "wandb.init": _without_wandb,
     "mkdir": _made,
     "makedirs": _made,
-    "os.fsync": _synced,
+    "unlink": _by_one,
+    **dict.fromkeys(("os.fsync", "os.remove", "os.rename", "os.replace", "shutil.move", "rmtree"), _by_one),
 }
 _RULES: dict[type, Callable[[Follower, Source, Any], None]] = {
     ast.Call: _called,

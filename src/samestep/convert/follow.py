@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.convert.calls import MOST_STATEMENTS, Calls, without_gradients
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
-from samestep.convert.source import Source, begins_from, updates
+from samestep.convert.source import Source, begins_from, is_of_group, updates
 from samestep.convert.totals import TOTAL
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value
 
@@ -28,6 +28,9 @@ _NO_TOTAL = "is of an evaluation with numbers that have no total"
 _OF_NO_BATCH = (
     "the loop's batch was not followed into this loss; if it is made of noise alone, draw as many rows as the batch "
     "has, as in torch.randn(len(x), 8): without --same each process draws all rows of a fixed number"
+)
+_OF_A_PASS = (
+    "this loss is of what a pass collected, of which each process has a part; take it of samestep.gather(...)"
 )
 _NOT_SHARED = "this loss is of data that no samestep.loader shares; take the batches from a DataLoader"
 
@@ -212,7 +215,8 @@ class Follower(Calls):
         if self.adds_elements(target, node):
             return None
         is_late = node in self.learnt.eager or self.is_lost(target)
-        is_late |= getattr(target, "attr", "") == "momentum"  # which BatchNorm uses in its next call
+        # which BatchNorm uses in its next call, or an optimizer in its next step
+        is_late |= getattr(target, "attr", "") == "momentum" or is_of_group(target)
         value = self.total(node) if is_late else self.value(node)
         if self._is_element(target) and self.batches is not None and value.kind in (*NUMBERS, Kind.OTHER):
             value = self.accumulated(self._place_added_to(target), node, value)
@@ -303,12 +307,14 @@ class Follower(Calls):
         loop.place = place = (*(frame.call for frame in self.frames), node)
         loop.trains = self.learnt.trains.get(place, 2)
         findings, eager = copied(self.findings), set(self.learnt.eager)
+        before = dict(self.frame.scope.names)
         self._follow_turn(node, loop)
         self.learnt.feeds |= dict.fromkeys(loop.fed_by, loop.found_training)
         self.learnt.trains[place] = loop.trains = max(loop.found_training, self.learnt.feeds.get(place, 0))
         if self.followed < MOST_STATEMENTS:
             self.findings, self.learnt.eager = findings, eager
             self._follow_turn(node, loop)
+        self.check_first_turn(node, before)
         self.frame.had_batches |= loop.kind == "batches"
         for names, name, value in self.frame.scope.reached_values():
             if loop.number not in value.since:
@@ -316,11 +322,9 @@ class Follower(Calls):
             if value.kind == "turn":
                 names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
             elif value.kind in ROWS and loop.kind == "batches":
-                remedy = f"; as the last line of the loop write `{name} = samestep.gather({name})`" * bool(
-                    loop.trains
-                )
-                reason = f"is of the last batch, of which this process has a part at most{remedy}"
-                names[name] = Value(Kind.OTHER, reason)
+                remedy = f"; as the last line of the loop write `{name} = samestep.gather({name})`"
+                reason = "is of the last batch, of which this process has a part at most"
+                names[name] = Value(Kind.OTHER, reason + remedy * bool(loop.trains))
 
     def _follow_turn(self, node: ast.For | ast.While, loop: Loop) -> None:
         for names, name, value in self.frame.scope.reached_values() if loop.kind == "batches" else ():
@@ -373,6 +377,11 @@ class Follower(Calls):
             self.gap(node, _BY_SAMPLE)
         if self.batches is not None and sum(self.batches.taken.values()) > 1:
             self.gap(node, _MIXED)
+        loss_of: ast.expr = node.func.value  # type: ignore[attr-defined]
+        if self.batches is None and loss.is_shared and not self._is_of_held(loss_of):
+            self.gap(node, _OF_A_PASS)
+        if self.batches is None and (loss.is_shared or loss.of == TOTAL):
+            self.trained_alike[self.frame.function or self.source.tree] = self.source
         if loss.kind == Kind.OTHER and loss.edits and self.may_total():
             self.apply(loss.edits)
         elif loss.of == TOTAL:
@@ -381,7 +390,7 @@ class Follower(Calls):
             self.findings.losses.setdefault("mean" if loss.kind == Kind.MEAN else "sum", (self.source, node))
         elif loss.is_shared:
             reason = f"the loss {loss.of}" if isinstance(loss.of, str) else "no total of this loss is known"
-            part, source = self.cause(node.func.value, str(loss.of), self.source)  # type: ignore[attr-defined]
+            part, source = self.cause(loss_of, str(loss.of), self.source)
             is_inside = any(getattr(around, "name", "") == "forward" for around in source.around(part))
             returned = "return the outputs from forward, and " * is_inside
             text = f"{reason.partition(';')[0]}; {returned}{_OF_THE_LOSS}"

@@ -56,6 +56,7 @@ class Library(Python):
     """The value of a call whose body is not followed."""
 
     optimizes: Callable[..., Value]
+    note_alone: Callable[[str, ast.Call], None]
 
     def fields(self, node: ast.Call, text: ast.Constant) -> None:
         """Total the attributes that a format string reads: `"{top1.avg}".format(top1=top1)`."""
@@ -199,6 +200,7 @@ class Library(Python):
             return self.of_python(last, node, values, first)
         if name.startswith("torch.nn.") and last == "DataParallel" and node.args:
             return self.unwrapped(node, first)
+        self.note_alone(name, node)
         if self._is_optimizer(name, last, values):
             return self.optimizes(*values)
         of_rows = first.kind == "list" and {part.kind for part in first.parts} <= ROWS

@@ -182,6 +182,9 @@ class Following:
         self.loops: list[Loop] = []
         self.passes: list[Loop] = []  # loops over loaders without a sampler or shuffle
         self.known: dict[ast.AST, Value] = {}  # the latest value of each expression
+        self.indexed: dict[
+            ast.AST, tuple[Any, ...]
+        ] = {}  # rows chosen by an index, with the edits that total it
         self.reached: set[ast.AST] = set()  # functions and loaders that were followed
         self.called_by_line: set[ast.AST] = set()  # functions that a line of the project calls
         self.names_called: set[str] = set()  # of methods of unknown objects, whose arguments are totalled
@@ -200,6 +203,7 @@ class Following:
         self.carried: set[Any] = set()  # arguments of models that were equal on all ranks, by key
         # parameters that an optimizer gets beside its models
         self.parameters_alone: set[tuple[ast.expr, Source]] = set()
+        self.trained_alike: dict[ast.AST, Source] = {}  # where a total outside of all batches is derived
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
         self.time_first: set[str | None] = set()  # what batches' sizes depend on that have samples second
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0

@@ -25,6 +25,9 @@ class Rewrites(Totals):
     def made_loader(self, node: ast.Call, is_torchs: bool) -> Value:
         source, by_name = self.source, arguments(node, _OF_LOADER)
         self.reached.add(node)
+        # samples that a pass has chosen or labelled, and the weights by which they are drawn
+        for name in sorted(by_name.keys() & {"dataset", "sampler", "batch_sampler"}):
+            self.total(by_name[name])
         if reason := self.learnt.serial.get(node) or _unshared(node, by_name):
             text = f"this DataLoader {reason}; it stays as it is, and every process takes all of it"
             self.findings.note(source, node, text)

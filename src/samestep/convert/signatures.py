@@ -66,6 +66,8 @@ DIVIDES = (
 STACKS = "stacks batches, of which processes have unlike parts; join them by concatenate or cat"
 CHOSEN = "is reduced over dimensions that are chosen while the script runs; write them as constants"
 DIMENSIONS = ("dim", "dims", "axis")
+_OVER_SAMPLES = "is {} over the samples of a share"
+_IN_ORDER = {"sort", "argsort", "msort"}
 _FLAT = ("reshape", "view", "flatten", "ravel")
 MIXED = "mixes the rows of tensors that were joined"
 NUMBERED = "numbers the samples of a share"
@@ -116,7 +118,7 @@ def dims_of(name: str, args: list[ast.expr]) -> list[ast.expr]:
     if name == "flip" and len(args) > 1:
         return [ast.Tuple(args)]
     is_second = name in NAMED["second"]  # after the order of a norm, the quantile, or the shift
-    return args[-1:] if name in NAMED["piece"] else args[1:] if is_second else args
+    return args[1:] if is_second or name in ("split", "chunk") else args
 
 
 def over_rows(dims: list[ast.expr], in_forward: int) -> bool:
@@ -141,7 +143,7 @@ def reduced(name: str, value: Value, is_over_rows: bool, has_dim: bool, batch: L
     if name in NAMED["sum"]:
         return Value(Kind.PART, batch)
     if name not in NAMED["mean"]:
-        return Value(Kind.OTHER, f"is {name} over the samples of a share")
+        return Value(Kind.OTHER, _OVER_SAMPLES.format(name))
     return Value(Kind.OTHER, _CHOSEN) if value.kind == Kind.SOME else Value(Kind.MEAN, batch)
 
 
@@ -156,9 +158,9 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
         is_over_rows |= name == "topk" and len(shared) > 1  # so many of the samples
         return reduced(name, base, is_over_rows, len(values) > 1, batch)
     if name in NAMED["along"] and is_over_rows and len(values) > 1:
-        return Value(Kind.OTHER, f"is {name} over the samples of a share")
+        return Value(Kind.OTHER, _OVER_SAMPLES.format(name))
     if name in NAMED["piece"] and base.kind in ROWS:
-        is_part = is_over_rows and len(values) < 3 and base.kind != Kind.VIEWS
+        is_part = is_over_rows and base.kind != Kind.VIEWS
         return Value(Kind.OTHER, "is a part of a share") if is_part else Value(Kind.BATCH)
     if is_over_rows and name in NAMED["joined"] | {"stack"}:
         return _joined(name, base, in_forward)
@@ -174,6 +176,13 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
         return turned(base, is_flat=name in _FLAT)
     is_turned = name == "t" or (name == "unsqueeze" and is_over_rows and base.kind == Kind.ROWS)
     return turned(base) if is_turned and base.kind in ROWS else _by_rows(name, shared, in_forward)
+
+
+def keeps_rows(reason: object) -> bool:
+    """Whether a value with this reason may have an element for each sample, as a softmax over them."""
+    return str(reason).startswith(BETWEEN) or reason in [
+        _OVER_SAMPLES.format(name) for name in NAMED["along"] | _IN_ORDER
+    ]
 
 
 def turns(name: str, dims: list[str]) -> bool:

@@ -150,6 +150,12 @@ def _unreadable(path: Path, error: Exception) -> str:
     return f"{path.name}:{line} cannot be parsed ({getattr(error, 'msg', error)}); mend it first"
 
 
+def is_of_group(target: ast.expr) -> bool:
+    """Whether a target is an option of an optimizer's group of parameters, as `group["lr"]`."""
+    key = target.slice if isinstance(target, ast.Subscript) else None
+    return isinstance(key, ast.Constant) and key.value in ("lr", "momentum", "weight_decay")
+
+
 def begins_from(old: ast.expr, target: ast.expr) -> bool:
     """Whether a sum begins with its target's value, or with `held.get(key, 0)` for the target `held[key]`."""
     match old, target:

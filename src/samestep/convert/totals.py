@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.convert.project import Following, Frame, Scope
-from samestep.convert.signatures import CHOSEN, DIVIDES, IN_MODEL, NAMED, NUMBERED, STACKS, makes_rows
+from samestep.convert.signatures import (
+    CHOSEN,
+    DIVIDES,
+    IN_MODEL,
+    NAMED,
+    NUMBERED,
+    STACKS,
+    keeps_rows,
+    makes_rows,
+)
 from samestep.convert.source import Edit, Source, is_flattened, name_of, parts_of, shown_in
 from samestep.convert.values import (
     NUMBERS,
@@ -15,6 +24,7 @@ from samestep.convert.values import (
     TURNED,
     Kind,
     Loop,
+    Named,
     Sum,
     Value,
     Values,
@@ -151,8 +161,15 @@ class Totals(Following):
         kinds = {value.kind for value in values}
         # it may have, or has, a number for each row
         operands = list(zip(nodes, values, strict=True))
-        is_chosen = any(value.of == CHOSEN or self._is_taken(node, value) for node, value in operands)
-        is_number_beside = kinds in ({Kind.ROWS, Kind.OTHER}, {Kind.ROWS, Kind.MEAN})
+        is_chosen = any(
+            value.of == CHOSEN or keeps_rows(value.of) or self._is_taken(node, value)
+            for node, value in operands
+        )
+        is_number_beside = Kind.ROWS in kinds and kinds - {Kind.ROWS} in (
+            {Kind.OTHER},
+            {Kind.MEAN},
+            {Kind.PART},
+        )
         if not is_number_beside or is_chosen or self.in_forward or not self.may_total():
             return values
         if any(
@@ -166,9 +183,26 @@ class Totals(Following):
         made = value.origin[0] if value.origin and isinstance(node, ast.Name) else node
         return isinstance(made, ast.Subscript) and self.known.get(made.slice, Value()).kind in ROWS
 
+    def check_first_turn(self, loop: ast.For | ast.While, before: Named) -> None:
+        """Note a value that all ranks have when a loop begins, and of which each has a part when it comes again."""
+        for name, old in before.items() if self.batches is None else ():
+            is_made = (
+                old.kind == Kind.ALIKE and old.origin and isinstance(old.origin[0], ast.Call | ast.BinOp)
+            )
+            if is_made and self.frame.scope.names.get(name, old).kind in ROWS:
+                parts = (part for statement in loop.body for part in ast.walk(statement))
+                uses = [part for part in parts if isinstance(part, ast.Name) and part.id == name]
+                first = min(uses, key=lambda part: (part.lineno, part.col_offset), default=None)
+                if first is not None and isinstance(first.ctx, ast.Load):
+                    self.gap(first, ALSO_ALIKE)
+
     def check_totals(self) -> None:
         """Note a gap for each total that some ranks may not reach, or that may get values that all ranks have."""
         findings, kinds = self.findings, dict[tuple[Source, int], str]()
+        for node, edits in self.indexed.items():
+            # another use of the index made it one of the whole batch, and a share has no such rows
+            if edits and findings.edits.keys() >= {*edits}:
+                self.apply(self.known[node].edits or ())
         ends = {(edit.source, edit.start) for edit in findings.edits if edit.text.startswith(")")}
         starts = {(file, start) for file, start, end in findings.given if (file, end) in ends}
         for edit in findings.edits:

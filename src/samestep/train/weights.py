@@ -30,9 +30,11 @@ class Weights:
 
     def of_mean(self, models: Models) -> float:
         """The weight of this rank's mean over the batch at hand in an average over ranks."""
-        if (share := self._origins.trained) is None or models.adds():
+        share = self._origins.trained
+        if models.adds():
             return float(share is None or not share.lent)
-        return share.weight(self._size)
+        # a batch may have been taken by next(iter(loader)) before the loop that trains on it
+        return self.of_next_loss(models) if share is None else share.weight(self._size)
 
     def missing(self, weight: float) -> float:
         """The factor that takes a gradient of the running backward from the loss's weight to `weight`."""
