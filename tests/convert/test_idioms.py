@@ -375,3 +375,15 @@ def test_rows_that_are_mixed_with_rows_in_another_order_are_listed():
     lines = f"    x = 0.7 * x + 0.3 * x.flip(0)\n{STEP}"
     (gap,) = _of(f"{BEGIN}for x, y in train:\n{lines}").gaps
     assert "compares samples of a share with each other (flip)" in gap
+
+
+@pytest.mark.parametrize("use", ["print(w.sum())", "order = torch.utils.data.WeightedRandomSampler(w, 20)"])
+def test_what_a_pass_collects_is_listed_where_the_first_turn_of_a_loop_has_it_whole(use):
+    lines = (
+        f"    {use}\n" + "".join(f"    {line}\n" for line in COLLECT.splitlines()) + "    w = torch.cat(ys)\n"
+    )
+    found = _of(f"{BEGIN}for x, y in train:\n{STEP}w = torch.ones(20)\nfor epoch in range(2):\n{lines}")
+    said = [text for text in (*found.gaps, *found.notes) if "numbers that all processes have" in text]
+    assert "train.py:17" in said[0]
+    made = f"{BEGIN}for x, y in train:\n{STEP}w = torch.ones(20)\nfor epoch in range(2):\n"
+    assert not _of(made + lines.replace(f"    {use}\n", "") + "    print(w.sum())\n").gaps

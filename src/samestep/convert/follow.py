@@ -307,12 +307,14 @@ class Follower(Calls):
         loop.place = place = (*(frame.call for frame in self.frames), node)
         loop.trains = self.learnt.trains.get(place, 2)
         findings, eager = copied(self.findings), set(self.learnt.eager)
+        before = dict(self.frame.scope.names)
         self._follow_turn(node, loop)
         self.learnt.feeds |= dict.fromkeys(loop.fed_by, loop.found_training)
         self.learnt.trains[place] = loop.trains = max(loop.found_training, self.learnt.feeds.get(place, 0))
         if self.followed < MOST_STATEMENTS:
             self.findings, self.learnt.eager = findings, eager
             self._follow_turn(node, loop)
+        self.check_first_turn(node, before if loop.kind == "plain" else {})
         self.frame.had_batches |= loop.kind == "batches"
         for names, name, value in self.frame.scope.reached_values():
             if loop.number not in value.since:
@@ -320,11 +322,9 @@ class Follower(Calls):
             if value.kind == "turn":
                 names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
             elif value.kind in ROWS and loop.kind == "batches":
-                remedy = f"; as the last line of the loop write `{name} = samestep.gather({name})`" * bool(
-                    loop.trains
-                )
-                reason = f"is of the last batch, of which this process has a part at most{remedy}"
-                names[name] = Value(Kind.OTHER, reason)
+                remedy = f"; as the last line of the loop write `{name} = samestep.gather({name})`"
+                reason = "is of the last batch, of which this process has a part at most"
+                names[name] = Value(Kind.OTHER, reason + remedy * bool(loop.trains))
 
     def _follow_turn(self, node: ast.For | ast.While, loop: Loop) -> None:
         for names, name, value in self.frame.scope.reached_values() if loop.kind == "batches" else ():
