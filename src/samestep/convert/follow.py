@@ -314,7 +314,7 @@ class Follower(Calls):
         if self.followed < MOST_STATEMENTS:
             self.findings, self.learnt.eager = findings, eager
             self._follow_turn(node, loop)
-        self.check_first_turn(node, before)
+        self.check_first_turn(node, before if loop.kind == "plain" else {})
         self.frame.had_batches |= loop.kind == "batches"
         for names, name, value in self.frame.scope.reached_values():
             if loop.number not in value.since:

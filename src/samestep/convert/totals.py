@@ -190,8 +190,7 @@ class Totals(Following):
                 old.kind == Kind.ALIKE and old.origin and isinstance(old.origin[0], ast.Call | ast.BinOp)
             )
             if is_made and self.frame.scope.names.get(name, old).kind in ROWS:
-                parts = (part for statement in loop.body for part in ast.walk(statement))
-                uses = [part for part in parts if isinstance(part, ast.Name) and part.id == name]
+                uses = [part for part in ast.walk(loop) if isinstance(part, ast.Name) and part.id == name]
                 first = min(uses, key=lambda part: (part.lineno, part.col_offset), default=None)
                 if first is not None and isinstance(first.ctx, ast.Load):
                     self.gap(first, ALSO_ALIKE)
