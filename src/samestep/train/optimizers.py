@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from samestep.errors import UsageError
+from samestep.text import counted
 from samestep.train import totals
 from samestep.train.backward import Backward
 from samestep.train.digest import bit_sums
@@ -85,6 +86,8 @@ class Optimizers(Member):
             if steps == 1 and any(tensor.grad is not None for tensor in self._spine.models.parameters()):
                 say_if_unshared(self.group, f"{type(optimizer).__name__}.step ({users_line()})")
             return None
+        if steps == 1:
+            self._say_if_amplified(optimizer)
         if steps <= _FIRST_STEPS:
             self._check_owners(optimizer)
         self._say_if_summed()
@@ -102,6 +105,25 @@ class Optimizers(Member):
                 "the latest backward() was inside no_sync, or in a microbatch that is not the step's last; let "
                 "the last backward() before a step be outside of it",
                 what="held back",
+            )
+
+    def _say_if_amplified(self, optimizer: Any) -> None:
+        """Say that an optimizer divides gradients by their size where these are zero but for rounding."""
+        undone = [
+            p for group in optimizer.param_groups for p in group["params"] if id(p) in self._spine.undone
+        ]
+        if undone and "eps" in optimizer.defaults:
+            name, kind, others = (
+                self._spine.models.name_of(undone[0]),
+                type(optimizer).__name__,
+                len(undone) - 1,
+            )
+            which = f"{name} and {counted(others, 'other')} are biases" if others else f"{name} is a bias"
+            self.group.say(
+                f"{which} before a BatchNorm, which takes it away again: its gradient is rounding alone, and {kind} "
+                "makes steps of that, so later numbers, first those of an evaluation, differ from the serial script's; "
+                "write bias=False in layers before a BatchNorm",
+                what="amplified",
             )
 
     def _check_owners(self, optimizer: Any) -> None:
@@ -134,7 +156,8 @@ class Optimizers(Member):
 
 def _name_of(parameter: torch.Tensor) -> str:
     """`fc.weight of Net`, found among all modules in memory."""
-    roots = [module for module in gc.get_objects() if isinstance(module, torch.nn.Module)]
+    gc.unfreeze()  # `init` has frozen what was made before it
+    roots = [module for module in gc.get_objects() if issubclass(type(module), torch.nn.Module)]
     names = [
         (len(name), f"{name} of {type(root).__name__}")
         for root in roots

@@ -26,8 +26,9 @@ from samestep.train.weights import Weights
 class Spine(Member):
     """Counts steps and tells subscribers of events."""
 
-    # derives_twice: whether a backward has kept a graph of its own, as a gradient penalty asks. origins: which batch a
-    # tensor or a collected number is from. weights: the factors of losses and gradients.
+    # derives_twice: whether a backward has kept a graph of its own, as a gradient penalty asks. undone: ids of biases
+    # that a BatchNorm takes away again. origins: which batch a tensor or a collected number is from. weights: the
+    # factors of losses and gradients.
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -36,6 +37,7 @@ class Spine(Member):
         self.models = Models()
         self.is_reading = self.derives_twice = False
         self.origins = Origins(group)
+        self.undone: set[int] = set()
         self.weights = Weights(self.origins, group.world.size)
         # how the latest loss depends on averages, if that was followed, and the line that reads a number that weighs it
         self.loss: Averaged | None = None

@@ -46,6 +46,10 @@ class Models(Subscriber):
         """The parameters of all replicas."""
         return ()
 
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """`conv1.bias of Net`; "" where it is in no replica."""
+        return ""
+
     def holds_back(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether a rank has a gradient of these parameters that the ranks have not exchanged, as inside no_sync."""
         return False

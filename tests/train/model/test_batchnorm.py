@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+from contextlib import redirect_stderr
+from io import StringIO
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import UsageError
+from samestep.train.draws.draws import Draws
+from samestep.train.group.world import joined
 from samestep.train.step import spine
 from samestep.train.subscriber import Subscriber
 
@@ -243,3 +247,45 @@ def test_a_penalty_of_gradients_goes_through_the_statistics_of_all_ranks(world):
         penalty(model, x).backward()
     for (name, mine), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(mine.grad, wanted.grad), name
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(
+    ("optimizer", "bias", "on"),
+    [("Adam", True, True), ("RMSprop", True, True), ("SGD", True, False), ("Adam", False, False)],
+)
+def test_a_bias_before_a_batchnorm_is_said_where_the_optimizer_amplifies_rounding(world, optimizer, bias, on):
+    joined()._said.clear()
+    layers = nn.Linear(12, 3, bias=bias), nn.BatchNorm1d(3), nn.Linear(3, 2)
+    model = samestep.replicate(nn.Sequential(nn.Flatten(), *layers).double(), sync_batchnorm=True)
+    steps = getattr(torch.optim, optimizer)(model.parameters(), 0.1)
+    with redirect_stderr(StringIO()) as said:
+        for (x,) in samestep.loader(data(16), 8):
+            model(x).square().mean().backward()
+            steps.step()
+    text = (
+        "1.bias of Sequential is a bias before a BatchNorm, which takes it away again: its gradient is rounding "
+        f"alone, and {optimizer} makes steps of that"
+    )
+    assert said.getvalue().count(text) == (on and world.rank == 0)
+    assert " a bias before " not in said.getvalue().replace(text, "")
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(
+    ("layer", "on"),
+    [
+        (lambda: nn.Dropout2d(0.1), True),
+        (lambda: nn.GRU(2, 2, 2, dropout=0.1), True),
+        (lambda: nn.Dropout(0.0), False),
+        (lambda: nn.GRU(2, 2), False),
+    ],
+)
+def test_dropout_is_said_where_each_rank_draws_for_itself(world, layer, on):
+    for same in (False, True):
+        joined()._said.clear()
+        with redirect_stderr(StringIO()) as said:
+            samestep.replicate(nn.Sequential(nn.Linear(2, 2), layer()), same=same)
+        joined().the(Draws).close()
+        text = "dropout draws other masks than in the serial script; samestep run --same"
+        assert said.getvalue().count(text) == (on and not same and world.rank == 0)

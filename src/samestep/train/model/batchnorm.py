@@ -1,5 +1,6 @@
 """BatchNorm with statistics of the whole batch, on any device and for uneven shares."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ _NO_SAMPLES = {
     "without one; give its loader drop_last=True, or leave track_running_stats=False out",
 }
 
+# where the operation of a layer has its bias
+_BIAS_AT = {"ConvolutionBackward0": 2, "AddmmBackward0": 0}
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
@@ -46,6 +49,8 @@ class Synced:
         is_early = self.early_calls > 0
         if is_early:
             self.early_calls -= 1
+            if not torch.compiler.is_compiling():
+                spine().undone.update(_biases_before(input))
         fits = has_synced_kernels(input.device) and not lends(share, dist.get_world_size())
         if fits and self.training and not is_early and not spine().derives_twice:
             return torch.nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
@@ -84,6 +89,16 @@ def convert(model: torch.nn.Module) -> None:
         if type(module) in _SYNCED:
             module.__dict__["plain"] = type(module)
             module.__class__ = _SYNCED[type(module)]
+
+
+def _biases_before(input: torch.Tensor) -> Iterator[int]:
+    """The bias that a linear or convolutional layer has added to the input; BatchNorm takes it away again."""
+    node = input.grad_fn
+    at = _BIAS_AT.get(node.name()) if node is not None else None
+    if node is not None and at is not None:
+        yield from (
+            id(leaf.variable) for leaf, _ in node.next_functions[at : at + 1] if hasattr(leaf, "variable")
+        )
 
 
 def has_only_their_buffers(model: torch.nn.Module) -> bool:

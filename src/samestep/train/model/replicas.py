@@ -95,6 +95,13 @@ class Replicas(Member, Models):
     def parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for replica in self for parameter in replica.model.parameters())
 
+    def name_of(self, parameter: torch.Tensor) -> str:
+        for model in (replica.model for replica in self):
+            for name, named in model.named_parameters():
+                if named is parameter:
+                    return f"{name} of {type(model).__name__}"
+        return ""
+
     def exchanges(self) -> Iterator[tuple[float, float]]:
         for replica in self:
             if replica.ddp is not None:

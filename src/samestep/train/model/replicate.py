@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -22,6 +23,7 @@ from samestep.errors import UsageError
 from samestep.text import type_of
 from samestep.train.draws.draws import Draws
 from samestep.train.forgotten import Evaluations
+from samestep.train.group.group import Group
 from samestep.train.group.world import joined
 from samestep.train.model.arithmetic import FixedArithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
@@ -34,6 +36,8 @@ from samestep.train.model.tree import Tree
 from samestep.train.optimizers import Optimizers
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+
+_SYNCED = (torch.nn.SyncBatchNorm, Synced)
 
 
 def replicate(
@@ -122,7 +126,7 @@ def _make_replica(
     elif not group.the(Draws).active:
         replicas.draw_apart()
     if any(parameter.requires_grad for parameter in target.parameters()):
-        _remark_own_statistics(target)
+        _remark_own(target, replicas.group)
         with group.the(Evaluations).undisturbed():
             replicas.add(target, ddp, sums=sums)
     else:
@@ -199,16 +203,25 @@ def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
         yield
 
 
-def _remark_own_statistics(model: torch.nn.Module) -> None:
-    plain = (
-        isinstance(module, BATCH_NORMS) and not isinstance(module, torch.nn.SyncBatchNorm | Synced)
-        for module in model.modules()
-    )
-    if any(plain):
-        joined().say(
+def _remark_own(model: torch.nn.Module, group: Group) -> None:
+    """Print what makes the model's step another than the serial script's: own statistics, or else own masks."""
+    modules = list(model.modules())
+    if any(isinstance(each, BATCH_NORMS) and not isinstance(each, _SYNCED) for each in modules):
+        group.say(
             "BatchNorm takes its statistics from each rank's share alone; samestep run --same, or replicate(model, "
             "same=True), takes them, and dropout's masks, as the serial script does"
         )
+    elif not group.the(Draws).active and any(map(_drops_out, modules)):
+        group.say(
+            "dropout draws other masks than in the serial script; samestep run --same, or replicate(model, same=True), "
+            "draws the serial script's"
+        )
+
+
+def _drops_out(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.nn.RNNBase | torch.nn.MultiheadAttention):
+        return module.dropout > 0
+    return isinstance(module, _DropoutNd) and module.p > 0
 
 
 def _check_device(model: torch.nn.Module, own: torch.device) -> None:
