@@ -38,6 +38,6 @@ def command(run: str | None) -> None:
             f"{path} cannot be written ({reason_of(error)}); stop the run as the user who started it"
         ) from None
     click.echo(
-        f"{path} was asked to stop: its samestep.Checkpoint commits and ends it, and a script without one goes on; "
+        f"{path} was asked to stop: it ends once its samestep.Checkpoint has committed, and goes on if it has none; "
         "`samestep status` says when it has ended"
     )

@@ -94,11 +94,10 @@ def convert(model: torch.nn.Module) -> None:
 def _biases_before(input: torch.Tensor) -> Iterator[int]:
     """The bias that a linear or convolutional layer has added to the input; BatchNorm takes it away again."""
     node = input.grad_fn
-    at = _BIAS_AT.get(node.name()) if node is not None else None
-    if node is not None and at is not None:
-        yield from (
-            id(leaf.variable) for leaf, _ in node.next_functions[at : at + 1] if hasattr(leaf, "variable")
-        )
+    if node is not None and (at := _BIAS_AT.get(node.name())) is not None:
+        # the operation has none where the layer has no bias
+        variables = (getattr(leaf, "variable", None) for leaf, _ in node.next_functions[at : at + 1])
+        yield from (id(variable) for variable in variables if variable is not None)
 
 
 def has_only_their_buffers(model: torch.nn.Module) -> bool:
