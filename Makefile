@@ -10,7 +10,7 @@ help:
 	@echo "make docs   build the site in site/; make docs-test also opens every page in a browser"
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
 	@echo "make integrations   Accelerate, Lightning, W&B and others beside samestep"
-	@echo "make same   79 scripts at 1, 2, 3 and 5 processes against the untouched ones"
+	@echo "make same   80 scripts at 1, 2, 3 and 5 processes against the untouched ones"
 	@echo "make verify-corpus    a hundred scripts, half of them with mistakes, each with the verdict it should get"
 	@echo "make convert-corpus   convert serial scripts, and run each at 1, 2 and 3 processes beside the untouched one"
 	@echo "make torch-suite      torch's own DDP tests with replicate, and accelerate's test scripts under samestep run"

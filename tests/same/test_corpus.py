@@ -14,11 +14,10 @@ SIZES = (2, 3, 5)
 # gathered, packed sequences, a collate_fn that pads, ranks with one graph, sampled actions, an evaluation, batches
 # that are not the latest, a share of one sample with the time in front, derivatives of gradients, empty draws, an
 # evaluation that calls backward(), padding beside what is laid end to end, a collate_fn that draws, two views in
-# one call, sizes that are a share's by chance, several particles for each sample, samples one by one,
-# distributions that are as long as a share by chance, a stream that draws its order, packed
-# sequences beside labels of the whole batch's length, and in a last batch of one sample, labels of a pass of their
-# own, an iterator that is older than the model, sizes that
-# only the line of a draw tells
+# one call, sizes that are a share's by chance, also of older noise, several particles for each sample, samples one by
+# one, distributions that are as long as a share by chance, a stream that draws its order, packed sequences beside
+# labels of the whole batch's length, and in a last batch of one sample, labels of a pass of their own, an iterator that
+# is older than the model, sizes that only the line of a draw tells
 SAMPLE = {
     "checkpointed": (2,),
     "encoder_sequence_first": (2, 3),
@@ -46,6 +45,7 @@ SAMPLE = {
     "masked_words": (2, 3),
     "views_end_to_end": (2,),
     "shown_in_loop": (3,),
+    "shown_before": (2,),
     "real_and_fake": (2, 3),
     "particles": (3,),
     "one_at_a_time": (2,),

@@ -6,7 +6,6 @@ backward(), such as one that adds up statistics of the data, likewise.
 Not covered: streams, batches that the script cuts by hand, and one of several evaluations.
 """
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Sub
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.text import counted, name_ranks
+from samestep.train.group.alive import Hidden, alive
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.passes import Pass
@@ -142,7 +142,7 @@ class Begun(Member):
 def say_if_unshared(group: Group, call: str) -> None:
     """Collective. Look for a DataLoader that is iterated on every rank, over a data set that looks the same on all."""
     description, text = "", ""
-    for dataset, batch_size in _iterated():
+    for dataset, batch_size in _iterated(group.hidden):
         description = repr([batch_size, *_description(dataset)])
         text = (
             f"{call} trains on batches of a torch DataLoader: every rank goes through all {len(dataset)} samples, and "
@@ -152,9 +152,9 @@ def say_if_unshared(group: Group, call: str) -> None:
         group.say(text, what="unshared")
 
 
-def _iterated() -> Iterator[tuple[Any, int]]:
+def _iterated(hidden: Hidden) -> Iterator[tuple[Any, int]]:
     """Data set and batch size of every DataLoader that is iterated and whose sampler gives all samples."""
-    for iterator in [found for found in gc.get_objects() if isinstance(found, _BaseDataLoaderIter)]:
+    for iterator in list(alive(_BaseDataLoaderIter, hidden)):
         batches = iterator._index_sampler
         if type(batches) is BatchSampler and type(batches.sampler) in (RandomSampler, SequentialSampler):
             yield iterator._dataset, batches.batch_size

@@ -5,7 +5,6 @@ that the script adds over the ranks again, optimizers that branch on the loss of
 written by hand.
 """
 
-import gc
 import math
 import sys
 import weakref
@@ -23,6 +22,7 @@ from samestep.train import totals
 from samestep.train.backward import Backward
 from samestep.train.digest import bit_sums
 from samestep.train.forgotten import say_if_unshared
+from samestep.train.group.alive import Hidden, alive
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.script.lines import scripts_frame
@@ -136,8 +136,9 @@ class Optimizers(Member):
         digest = bit_sums(p.grad for p in unowned)
         call = f"samestep's check of {type(optimizer).__name__}.step"
         if len(set(self.group.all_gather(call, digest))) > 1:
+            name = _name_of(unowned[0], self.group.hidden)
             raise UsageError(
-                f"{type(optimizer).__name__} steps {_name_of(unowned[0])}, which belongs to no replica: its gradient "
+                f"{type(optimizer).__name__} steps {name}, which belongs to no replica: its gradient "
                 "differs on each rank; write model = samestep.replicate(model) before the loop, and for a copy that is "
                 "trained samestep.replicate(copy)"
             )
@@ -154,13 +155,11 @@ class Optimizers(Member):
         return averaged
 
 
-def _name_of(parameter: torch.Tensor) -> str:
+def _name_of(parameter: torch.Tensor, hidden: Hidden) -> str:
     """`fc.weight of Net`, found among all modules in memory."""
-    gc.unfreeze()  # `init` has frozen what was made before it
-    roots = [module for module in gc.get_objects() if issubclass(type(module), torch.nn.Module)]
     names = [
         (len(name), f"{name} of {type(root).__name__}")
-        for root in roots
+        for root in alive(torch.nn.Module, hidden)
         for name, named in root.named_parameters()
         if named is parameter
     ]

@@ -5,7 +5,6 @@ inputs. Two views of a batch that are concatenated have it twice; noise that is 
 Later batches of the same kind run without BatchPlaces, and use the places that were found.
 """
 
-import gc
 import importlib
 import itertools
 import os
@@ -25,6 +24,7 @@ from samestep.train.batch.parts import part_at
 from samestep.train.batch.places import BatchPlaces
 from samestep.train.batch.sizes import Place, Traced
 from samestep.train.batch.views import dim_in_view
+from samestep.train.group.alive import alive
 from samestep.train.group.control import users_line
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.passes import Pass, Share
@@ -36,6 +36,7 @@ _MOST_TIMES_AGAIN = 3
 _MOST_LOSSES = 5
 _MOST_TIMES_WATCHED = 32
 _OPERATIONS: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _IN_BACKWARD = ("backward", "exchange")
 
 
@@ -220,8 +221,8 @@ class Watching(Subscriber):
         if not (self.finds_draws or is_of_use):
             return
         if not self._before_loop:
-            alive = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
-            older = {memory_of(tensor): weakref.ref(tensor) for tensor in alive}
+            tensors_now = (each for each in alive(torch.Tensor, group.hidden) if type(each) in _PLAIN)
+            older = {memory_of(tensor): weakref.ref(tensor) for tensor in tensors_now}
             of_batches = set(map(memory_of, self._spine.origins.handed_out()))
             self._before_loop = {memory: older[memory] for memory in older.keys() - of_batches}
         inputs = [(tensor, None if of is share else Place(of.dim_in(name))) for of, name, tensor in tensors]

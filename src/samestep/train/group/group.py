@@ -18,6 +18,7 @@ from samestep.placement.launchers import count
 from samestep.rendezvous.member import say
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.text import reason_of
+from samestep.train.group.alive import Hidden
 from samestep.train.group.census import Item, added, by_rank, item_of, merged, of_kind, value_of
 from samestep.train.group.control import LEFT, Join, exchange, place_of
 from samestep.train.group.leaving import Leaving
@@ -59,6 +60,7 @@ class Group:
         self.step: int | None = None
         self.phase, self.phase_began, self.waits = ("user", ""), time.monotonic(), 0
         self.share = (0, 0)  # this rank's samples in the batch at hand, and those of all ranks
+        self.hidden: Hidden = ()  # objects of the script that Python's collector does not see
         self.failed_exchange = ""  # the model in whose gradient exchange an exception was raised
         self.thread = threading.current_thread()  # that trains; the main thread may wait for it
         self._phases_heard: list[Callable[[str, str], None]] = []

@@ -2,20 +2,17 @@
 
 import atexit
 import gc
-import importlib
-import io
 import os
 import platform
 import socket
 import sys
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +27,7 @@ from samestep.rendezvous.listen import LOOP, allow_descriptors
 from samestep.rendezvous.member import say
 from samestep.text import duration, name_ranks
 from samestep.train.group import rendezvous
+from samestep.train.group.alive import load_and_freeze
 from samestep.train.group.device import overlaps, take_device, uuid_of
 from samestep.train.group.group import Group, open_pulse, restore_environment
 from samestep.train.group.layout import Place, say_layout
@@ -37,7 +35,6 @@ from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output, share_run
 
 _GLOO_FILES = 2
-_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _DRAWN_SEED = 1 << 48  # torch draws seeds of 64 bits; people write smaller seeds
 
 _group: Group | None = None
@@ -203,7 +200,8 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     _group = Group(world, store, changed, timeout, output, pulse)
     if tree is not None:
         _draw_alike(_group)
-        _load_and_freeze()
+        _group.hidden = load_and_freeze()
+        _watch_end()
 
 
 def _open_process_group(
@@ -251,33 +249,9 @@ def _draw_alike(group: Group) -> None:
 
 
 @cache
-def _load_and_freeze() -> None:
-    """Import what DDP imports late, and keep all that was imported out of Python's search for garbage."""
-    # That search takes a quarter of the time of such an import, and a second at the end of the process.
-    is_enabled = gc.isenabled()
-    gc.disable()
-    # What is frozen is freed by its last reference alone. So the script's garbage goes before, and what its objects in
-    # reference cycles have written is flushed at the end.
-    gc.collect()
-    files = [weakref.ref(each) for each in gc.get_objects() if issubclass(type(each), _BUFFERED)]
-    atexit.register(_flush, files)
-    # An exception that the import keeps would keep all frames below it. A thread has no frame of the script.
-    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
-    thread.start()
-    thread.join()
-    gc.freeze()
-    if is_enabled:
-        gc.enable()
-    # The script's end is noted before Python waits for threads and calls what the script has registered.
+def _watch_end() -> None:
+    """Note the script's end before Python waits for threads and calls what the script has registered."""
     threading._register_atexit(_note_end_of_script)  # type: ignore[attr-defined]
-
-
-def _flush(files: Sequence[weakref.ref[IO[Any]]]) -> None:
-    for reference in files:
-        file = reference()
-        if file is not None and not file.closed:
-            with suppress(OSError, ValueError):
-                file.flush()
 
 
 def _note_end_of_script() -> None:
