@@ -237,3 +237,14 @@ def test_lists_of_batches_that_map_joins_are_gathered_where_they_are_used():
     lines = "    outs, ys = [], []\n    for x, y in test:\n        outs.append(model(x)); ys.append(y)\n"
     lines = f"with torch.no_grad():\n{lines}    outs, ys = map(torch.cat, (outs, ys))\nprint(outs.std())\n"
     assert "print(samestep.gather(outs).std())" in _after(f"{BEGIN}{lines}")
+
+
+def test_a_batch_that_is_kept_for_the_next_turn_is_of_an_earlier_batch_there():
+    step = STEP.replace("model(x), y", "model(last[0]), last[1]")
+    text = (
+        f"{BEGIN}last = None\nfor x, y in train:\n    if last is None: last = x, y\n{step}    last = x, y\n"
+    )
+    (gap,) = _of(text).gaps
+    assert "the loss is of an earlier batch, of which this process may have another part" in gap
+    step = STEP.replace("model(x)", "model(kept)")
+    assert not _of(f"{BEGIN}for x, y in train:\n    kept = x\n{step}").gaps

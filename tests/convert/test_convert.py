@@ -381,9 +381,8 @@ def test_write_keeps_a_copy_and_never_replaces_another():
     Path("train.py").write_text(before)
     done = _run("--write", "train.py")
     assert done.exit_code == 0
-    assert done.stdout.endswith(
-        "\ntest it: samestep verify --against train_serial.py train.py  # --steps 50 shortens each run\n"
-    )
+    assert "\ntest it: samestep verify --against train_serial.py train.py\n" in done.stdout
+    assert done.stdout.endswith("verify --steps 50 --against train_serial.py train.py\n")
     assert Path("train_serial.py").read_text() == before
     assert "samestep.loader" in Path("train.py").read_text()
     Path("train.py").write_text(before + "print(1)\n")

@@ -100,7 +100,8 @@ def test_the_script_of_a_project_is_kept_though_it_does_not_change():
     _project(Path("cells"))
     done = _run("--write", "cells/train.py")
     assert done.stdout.endswith(
-        "\ntest it: samestep verify --against cells.train_serial -m cells.train  # --steps 50 shortens each run\n"
+        "\ntest it: samestep verify --against cells.train_serial -m cells.train\n"
+        "or shorter: samestep verify --steps 50 --against cells.train_serial -m cells.train\n"
     )
     assert Path("cells/train_serial.py").read_text() == Path("cells/train.py").read_text()
     assert not Path("cells/model_serial.py").exists()
@@ -109,7 +110,8 @@ def test_the_script_of_a_project_is_kept_though_it_does_not_change():
 def test_a_module_that_is_in_no_package_is_tested_by_its_own_name():
     Path("train.py").write_text(BEGIN + "for x, y in train:\n" + STEP)
     assert (
-        "\ntest it: samestep verify --against train_serial -m train  # --steps 50 shortens each run\n"
+        "\ntest it: samestep verify --against train_serial -m train\n"
+        "or shorter: samestep verify --steps 50 --against train_serial -m train\n"
         in _run("--write", "-m", "train").stdout
     )
 

@@ -112,3 +112,13 @@ def test_a_file_is_moved_or_removed_by_rank_0_alone(line):
     assert "rank == 0" not in _after(f"{begin}{own}{TRAIN}")
     (gap,) = _of(f"{begin}if len(data) > 2: {line}\n{TRAIN}").gaps
     assert "in a line of its own" in gap
+
+
+def test_rank_0_alone_writes_a_file_whose_mode_an_expression_chooses():
+    begin = f"{BEGIN}again = len(data) > 2\n"
+    alone = "open('l.txt' if samestep.init().rank == 0 else \"/dev/null\", 'a' if again else 'w')"
+    assert f"log = {alone}\n" in _after(f"{begin}log = open('l.txt', 'a' if again else 'w')\n{TRAIN}")
+    made = _after(f"{begin}how = 'a'\nlog = open('l.txt', how)\n{TRAIN}")
+    assert "log = open('l.txt' if samestep.init().rank == 0 else \"/dev/null\", how)\n" in made
+    (gap,) = _of(f"{begin}log = open('l.txt', 'r' if again else 'w')\n{TRAIN}").gaps
+    assert "every process would write here (open)" in gap

@@ -57,7 +57,8 @@ def command(script: str, write: bool, is_module: bool) -> None:
         elif imports_relatively(path):
             (before, name), (_, serial) = as_module(path), as_module(copy)
         against = f"--against {serial.removeprefix('-m ')} {name}"
-        click.echo(f"test it: {before}samestep verify {against}  # --steps 50 shortens each run")
+        click.echo(f"test it: {before}samestep verify {against}")
+        click.echo(f"or shorter: {before}samestep verify --steps 50 {against}")
     raise SystemExit(1 if conversion.gaps else 0)
 
 

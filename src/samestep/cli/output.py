@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import click
 
 from samestep.errors import SamestepError, UsageError
+from samestep.start.scan import reads_arguments
 from samestep.start.signals import restore_sigchld
 from samestep.text import reason_of
 
@@ -277,3 +279,15 @@ def numbers(option: str, text: str, noun: str) -> list[int]:
     if not re.fullmatch(r"[0-9]{1,7}(,[0-9]{1,7})*", text):
         raise UsageError(f"{option} {text} is not a list of {noun}; write numbers such as 1,2")
     return [int(part) for part in text.split(",")]
+
+
+def remark_on_options(name: str, command: click.Command, script: str, args: Sequence[str]) -> None:
+    """Say where an option of the command stands behind a script that reads no arguments."""
+    options = {option for param in command.params for option in param.opts if option.startswith("-")}
+    ours = [word for word in args if word.partition("=")[0] in options]
+    if ours and not reads_arguments(Path(script)):
+        click.echo(
+            f"samestep: {ours[0]} is given to {Path(script).name}, which seems to read no arguments; write options of "
+            f"{name} before it: {name} {shlex.join([*args, script])}",
+            err=True,
+        )

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -15,14 +14,23 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import NoScript, check_module, check_script, harmless, numbers, ranks_of, verb
+from samestep.cli.output import (
+    NoScript,
+    check_module,
+    check_script,
+    harmless,
+    numbers,
+    ranks_of,
+    remark_on_options,
+    verb,
+)
 from samestep.errors import UsageError
 from samestep.placement.devices import COUNTED, are_cores_free, cores, masked, visible_devices
 from samestep.placement.place import place
 from samestep.start.allocation import allocation_command
 from samestep.start.nodes import NodeMeeting, by_hand, by_step, check_alone
 from samestep.start.python import remark_on_python, scripts_python
-from samestep.start.scan import reads_arguments, remark_on
+from samestep.start.scan import remark_on
 from samestep.start.script import Script, run_script
 from samestep.start.signals import PASSED_ON
 from samestep.text import counted, printable
@@ -196,8 +204,6 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     raise SystemExit(code)
 
 
-_OPTIONS = frozenset(name for option in command.params for name in option.opts if name.startswith("-"))
-
 # As with torchrun, each option can be set by a variable: Kubeflow's operator sets PET_NNODES, PET_NODE_RANK, ...
 for _option in command.params:
     _names = (name.lstrip("-").upper().replace("-", "_") for name in _option.opts if name.startswith("--"))
@@ -208,14 +214,7 @@ def _remark(
     file: str, args: Sequence[str], size: int, options: Mapping[str, Any], *, is_counted: bool
 ) -> None:
     """Print remarks on stderr about what a user may not expect of this start."""
-    ours = [word for word in args if word.partition("=")[0] in _OPTIONS]
-    if ours and not reads_arguments(Path(file)):
-        name = Path(file).name
-        click.echo(
-            f"samestep: {ours[0]} is given to {name}, which seems to read no arguments; write options of samestep run "
-            f"before it: samestep run {shlex.join(args)} {name}",
-            err=True,
-        )
+    remark_on_options("samestep run", command, file, args)
     if options["count"] is None and not is_counted:
         click.echo(
             "no device is visible, so this is 1 process; for two on this machine's cores: samestep run -n 2 ...",

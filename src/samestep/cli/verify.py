@@ -14,6 +14,7 @@ from samestep.cli.output import (
     print_sentence,
     print_table,
     progress,
+    remark_on_options,
     sizes_of,
     verb,
 )
@@ -68,6 +69,7 @@ def command(script: str, args: tuple[str, ...], against: str | None, module: boo
     try:
         check_script(script, module)
         check_script(against or script, module)
+        remark_on_options("samestep verify", command, script, args)
         against = against.removesuffix(".py").replace("/", ".") if against and module else against
         with end_on_signals(), progress(None) as report_progress:
             report = verify(

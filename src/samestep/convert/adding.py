@@ -1,17 +1,18 @@
-"""Follows what a script adds up over batches and samples: numbers, and lists that it fills."""
+"""Follows what a script adds up over batches and samples, and what a loop leaves for its next turn."""
 
 import ast
 from dataclasses import replace
 
 from samestep.convert.project import Scope
-from samestep.convert.source import Edit, makes_list
-from samestep.convert.totals import MADE_OF_SHARE, Totals
+from samestep.convert.source import Edit, kept_for_the_next_turn, makes_list
+from samestep.convert.totals import ALSO_ALIKE, MADE_OF_SHARE, Totals
 from samestep.convert.values import (
     LENGTH,
     NUMBERS,
     ROWS,
     Kind,
     Loop,
+    Named,
     Sum,
     Value,
     combined,
@@ -20,6 +21,7 @@ from samestep.convert.values import (
 )
 
 _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)  # bind less tightly than *
+_EARLIER = "is of an earlier batch"
 FILLED = "is filled by this process's samples"
 
 
@@ -153,6 +155,29 @@ class Adding(Totals):
             case ast.Compare(left=left, comparators=[ast.Constant()]) if self.may_total():
                 if self.known[left].kind in (Kind.PART, Kind.COUNT):
                     self.total(left)
+
+    def mark_earlier(self, node: ast.For | ast.While, loop: Loop) -> None:
+        """Mark what the last turn of a loop over batches has left: in the next turn it is of an earlier batch."""
+        kept = kept_for_the_next_turn(node)
+        for names, name, value in self.frame.scope.reached_values() if loop.kind == "batches" else ():
+            is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
+            if is_number and value.origin and loop.number in value.origin[2]:
+                # it must be totalled where it was made
+                names[name] = Value(Kind.OTHER, _EARLIER, edits=(value.origin[0],))
+            elif name in kept and value.is_shared:
+                names[name] = Value(Kind.OTHER, f"{_EARLIER}, of which this process may have another part")
+
+    def check_first_turn(self, loop: ast.For | ast.While, before: Named) -> None:
+        """Note a value that all ranks have when a loop begins, and of which each has a part when it comes again."""
+        for name, old in before.items() if self.batches is None else ():
+            is_made = (
+                old.kind == Kind.ALIKE and old.origin and isinstance(old.origin[0], ast.Call | ast.BinOp)
+            )
+            if is_made and self.frame.scope.names.get(name, old).kind in ROWS:
+                uses = [part for part in ast.walk(loop) if isinstance(part, ast.Name) and part.id == name]
+                first = min(uses, key=lambda part: (part.lineno, part.col_offset), default=None)
+                if first is not None and isinstance(first.ctx, ast.Load):
+                    self.gap(first, ALSO_ALIKE)
 
 
 def _with_object(base: Value, value: Value) -> Value:

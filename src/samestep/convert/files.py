@@ -154,8 +154,11 @@ def _called(followed: Follower, source: Source, node: ast.Call) -> None:
     is_random = callee.startswith(_RANDOM) and "Random" in callee
     if is_random and not any(_DRAWN_BY_SAMPLE in note for note in followed.findings.notes):
         followed.findings.note(source, node, _DRAWN_BY_SAMPLE)
-    if (path := _path_of(node)) is not None and _writes(node):
+    if (path := _path_of(node)) is not None and (writes := _writes(followed, node)):
         _written(followed, source, node, path)
+    elif path is not None and writes is None:
+        reason = _ALL_WRITE.format(name, "where it is opened to be written")
+        followed.findings.gap(source, node, reason)
 
 
 def _hook(followed: Follower, source: Source, node: ast.Call) -> None:
@@ -260,14 +263,23 @@ def _without_wandb(followed: Follower, source: Source, node: ast.Call) -> None:
     followed.findings.edit(source.with_option(node, mode))
 
 
-def _writes(node: ast.Call) -> bool:
+def _writes(followed: Follower, node: ast.Call) -> bool | None:
+    """Whether a call writes a file; None where a variable decides whether it reads or writes."""
     name = ast.unparse(node.func)
     if name.endswith(_LOGS):
         return True
+    if not node.args or not _opens(name):
+        return bool(node.args) and bool(_WRITES.search(name))
     modes = [*node.args[1:2], *(mode.value for mode in node.keywords if mode.arg == "mode")]
     modes = node.args[:1] if name.endswith(".open") else modes
-    chosen = (_MODE.fullmatch(str(mode.value)) for mode in modes if isinstance(mode, ast.Constant))
-    return bool(node.args) and (any(chosen) if _opens(name) else bool(_WRITES.search(name)))
+    each = [
+        part
+        for mode in modes
+        for part in ((mode.body, mode.orelse) if isinstance(mode, ast.IfExp) else (mode,))
+    ]
+    texts = [getattr(part, "value", followed.known.get(part, Value()).text) for part in each]
+    writes = {bool(_MODE.fullmatch(text)) for text in texts if isinstance(text, str)}
+    return None if len(writes) == 2 else True in writes
 
 
 def _opens(name: str) -> bool:
@@ -300,7 +312,7 @@ def _read_at(followed: Follower, paths: set[str]) -> str | None:
     for source in followed.modules:
         for node in ast.walk(source.tree):
             is_of_it = isinstance(node, ast.Call) and node.args and followed.path_of(node.args[0]) in paths
-            if is_of_it and _READS.search(ast.unparse(node.func)) and not _writes(node):  # type: ignore[attr-defined, arg-type]
+            if is_of_it and _READS.search(ast.unparse(node.func)) and not _writes(followed, node):  # type: ignore[attr-defined, arg-type]
                 return f"{source.path.name}:{node.lineno}"  # type: ignore[attr-defined]
     return None
 

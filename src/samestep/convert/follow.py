@@ -10,7 +10,7 @@ from samestep.convert.calls import MOST_STATEMENTS, Calls, without_gradients
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
 from samestep.convert.source import Source, begins_from, is_of_group, updates
 from samestep.convert.totals import TOTAL
-from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value
+from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Value
 
 Find = Callable[[str, int, Path], Source | None]
 _MOST_TIMES = 8
@@ -327,11 +327,7 @@ class Follower(Calls):
                 names[name] = Value(Kind.OTHER, reason + remedy * bool(loop.trains))
 
     def _follow_turn(self, node: ast.For | ast.While, loop: Loop) -> None:
-        for names, name, value in self.frame.scope.reached_values() if loop.kind == "batches" else ():
-            is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
-            if is_number and value.origin and loop.number in value.origin[2]:
-                # in the next turn this value is of an earlier batch, so it must be totalled where it was made
-                names[name] = Value(Kind.OTHER, "is of an earlier batch", edits=(value.origin[0],))
+        self.mark_earlier(node, loop)
         self.enter(loop, node)
         loop.taken = dict.fromkeys(loop.sizes, True)
         for element in loop.objects or (loop.element,):

@@ -209,6 +209,25 @@ def updates(node: ast.For) -> bool:
     return any(re.split(r"[.\[]", text)[0] in names for text in texts)
 
 
+def kept_for_the_next_turn(loop: ast.For | ast.While) -> set[str]:
+    """The names that a loop sets to what it iterates and reads, as `last` in `f(last); last = x, y`."""
+    if not isinstance(loop, ast.For):
+        return set()
+    own = {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
+    kept: set[str] = set()
+    read: set[str] = set()
+    for part in ast.walk(loop):
+        match part:
+            case ast.Assign(
+                targets=[ast.Name(id=name)], value=ast.Name() | ast.Tuple() | ast.List() as value
+            ):
+                if {each.id for each in ast.walk(value) if isinstance(each, ast.Name)} <= own:
+                    kept.add(name)
+            case ast.Name(id=name, ctx=ast.Load()):
+                read.add(name)
+    return (kept & read) - own
+
+
 def takes_apart(around: ast.AST, name: str) -> bool:
     """Whether a function unpacks this name, or takes a part of it by a constant: then it is a tuple or dict."""
     for node in ast.walk(around):

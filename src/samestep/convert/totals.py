@@ -24,7 +24,6 @@ from samestep.convert.values import (
     TURNED,
     Kind,
     Loop,
-    Named,
     Sum,
     Value,
     Values,
@@ -182,18 +181,6 @@ class Totals(Following):
         """Whether a value has an element for each row, as `centers[y]`."""
         made = value.origin[0] if value.origin and isinstance(node, ast.Name) else node
         return isinstance(made, ast.Subscript) and self.known.get(made.slice, Value()).kind in ROWS
-
-    def check_first_turn(self, loop: ast.For | ast.While, before: Named) -> None:
-        """Note a value that all ranks have when a loop begins, and of which each has a part when it comes again."""
-        for name, old in before.items() if self.batches is None else ():
-            is_made = (
-                old.kind == Kind.ALIKE and old.origin and isinstance(old.origin[0], ast.Call | ast.BinOp)
-            )
-            if is_made and self.frame.scope.names.get(name, old).kind in ROWS:
-                uses = [part for part in ast.walk(loop) if isinstance(part, ast.Name) and part.id == name]
-                first = min(uses, key=lambda part: (part.lineno, part.col_offset), default=None)
-                if first is not None and isinstance(first.ctx, ast.Load):
-                    self.gap(first, ALSO_ALIKE)
 
     def check_totals(self) -> None:
         """Note a gap for each total that some ranks may not reach, or that may get values that all ranks have."""

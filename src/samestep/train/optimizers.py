@@ -109,9 +109,9 @@ class Optimizers(Member):
 
     def _say_if_amplified(self, optimizer: Any) -> None:
         """Say that an optimizer divides gradients by their size where these are zero but for rounding."""
-        undone = [
-            p for group in optimizer.param_groups for p in group["params"] if id(p) in self._spine.undone
-        ]
+        alive_now = (reference() for reference in self._spine.undone.values())
+        known = {id(bias) for bias in alive_now if bias is not None}
+        undone = [p for group in optimizer.param_groups for p in group["params"] if id(p) in known]
         if undone and "eps" in optimizer.defaults:
             name, kind, others = (
                 self._spine.models.name_of(undone[0]),

@@ -5,6 +5,7 @@ nor model/ imports the other; both import this module.
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from samestep.train.weights import Weights
 class Spine(Member):
     """Counts steps and tells subscribers of events."""
 
-    # derives_twice: whether a backward has kept a graph of its own, as a gradient penalty asks. undone: ids of biases
+    # derives_twice: whether a backward has kept a graph of its own, as a gradient penalty asks. undone: by id, biases
     # that a BatchNorm takes away again. origins: which batch a tensor or a collected number is from. weights: the
     # factors of losses and gradients.
 
@@ -37,7 +38,7 @@ class Spine(Member):
         self.models = Models()
         self.is_reading = self.derives_twice = False
         self.origins = Origins(group)
-        self.undone: set[int] = set()
+        self.undone: dict[int, weakref.ref[torch.Tensor]] = {}
         self.weights = Weights(self.origins, group.world.size)
         # how the latest loss depends on averages, if that was followed, and the line that reads a number that weighs it
         self.loss: Averaged | None = None

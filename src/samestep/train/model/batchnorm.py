@@ -1,5 +1,6 @@
 """BatchNorm with statistics of the whole batch, on any device and for uneven shares."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,13 +92,13 @@ def convert(model: torch.nn.Module) -> None:
             module.__class__ = _SYNCED[type(module)]
 
 
-def _biases_before(input: torch.Tensor) -> Iterator[int]:
+def _biases_before(input: torch.Tensor) -> Iterator[tuple[int, weakref.ref[torch.Tensor]]]:
     """The bias that a linear or convolutional layer has added to the input; BatchNorm takes it away again."""
     node = input.grad_fn
     if node is not None and (at := _BIAS_AT.get(node.name())) is not None:
         # the operation has none where the layer has no bias
         variables = (getattr(leaf, "variable", None) for leaf, _ in node.next_functions[at : at + 1])
-        yield from (id(variable) for variable in variables if variable is not None)
+        yield from ((id(bias), weakref.ref(bias)) for bias in variables if bias is not None)
 
 
 def has_only_their_buffers(model: torch.nn.Module) -> bool:
