@@ -306,3 +306,13 @@ def test_a_random_stream_of_a_checkpoint_is_named() -> None:
     random.random()
     (found,) = compare({"streams": [before]}, {"streams": [streams.capture()]}).differences
     assert found.name == "streams.0.python"
+
+
+def test_a_plain_number_is_judged_as_the_tensors_that_it_was_computed_from():
+    def verdict(dtype, other):
+        weights = torch.ones(3, dtype=dtype)
+        return compare({"w": weights, "best": 0.40556887}, {"w": weights, "best": other}).verdict
+
+    assert verdict(torch.float32, 0.40556888) == "rounding"
+    assert verdict(torch.float64, 0.40556888) == "different"
+    assert verdict(torch.float32, 0.4056) == "different"

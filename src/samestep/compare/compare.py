@@ -129,7 +129,12 @@ def compare(
 ) -> Comparison:
     """Compares two states of tensors, numbers and text, nested or flat; sentences use their `names`."""
     left, right, notes = aligned(a, b, names)
-    differences = [difference for name in left | right if (difference := _difference(name, left, right))]
+    # a plain number, as a best loss, was computed from the tensors
+    is_single = any(isinstance(each, Tensor) and each.dtype == torch.float32 for each in left.values())
+    coarsest = torch.finfo(torch.float32).eps if is_single else 0.0
+    differences = [
+        difference for name in left | right if (difference := _difference(name, left, right, coarsest))
+    ]
     odd = [difference.name for difference in differences if difference.kind == "dtype"]
     if tolerance is not None and odd:
         notes.append(f"dtypes differ; only the values are compared with the tolerance: {_some(odd)}")
@@ -150,19 +155,19 @@ def amount(number: float, nans: int = 0) -> str:
     return "NaN" if nans else f"{number:.1e}" if number and math.isfinite(number) else f"{number:g}"
 
 
-def _difference(name: str, left: Flat, right: Flat) -> Difference | None:
+def _difference(name: str, left: Flat, right: Flat, coarsest: float) -> Difference | None:
     if name in left and name in right:
-        return _unlike(name, left[name], right[name])
+        return _unlike(name, left[name], right[name], coarsest)
     a, b = (_text(state[name]) if name in state else None for state in (left, right))
     return Difference(name=name, kind="missing", a=a, b=b)
 
 
-def _unlike(name: str, left: object, right: object) -> Difference | None:
+def _unlike(name: str, left: object, right: object, coarsest: float) -> Difference | None:
     a, b = numbers(left), numbers(right)
     if a is None or b is None:
         is_same = a is b and left == right
         if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and len(left) == len(right):
-            is_same = not any(_unlike(name, *pair) for pair in zip(left, right, strict=True))
+            is_same = not any(_unlike(name, *pair, coarsest) for pair in zip(left, right, strict=True))
         return None if is_same else Difference(name=name, kind="value", a=_text(left), b=_text(right))
     if a.shape != b.shape:
         shapes = str(list(a.shape)), str(list(b.shape))
@@ -174,6 +179,8 @@ def _unlike(name: str, left: object, right: object) -> Difference | None:
         return None
     shown = (_text(left, a), _text(right, b)) if is_same_dtype else dtypes
     exact = not (inexact(a) or inexact(b))
+    own = 0.0 if exact else torch.finfo(a.dtype).eps
+    epsilon = own if isinstance(left, Tensor) else max(own, coarsest)
     return Difference(
         name=name,
         kind="value" if is_same_dtype else "dtype",
@@ -182,7 +189,7 @@ def _unlike(name: str, left: object, right: object) -> Difference | None:
         size=a.numel(),
         exact=exact,
         # A few steps of training amplify the last bit: 6e-6 in float32, 2e-12 in float64, 3e-2 in bfloat16.
-        rounding=is_same_dtype and not exact and gap.relative <= torch.finfo(a.dtype).eps ** 0.75,
+        rounding=is_same_dtype and not exact and gap.relative <= epsilon**0.75,
         **asdict(gap),
     )
 

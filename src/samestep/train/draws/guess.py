@@ -49,6 +49,8 @@ class Guess:
         if len(ragged) == 1:
             return Part(0, ragged.pop())
         is_unknown = sizes[:2] != [True, False] and name not in (*DEPENDENT, *ATTENTION, RECURRENT)
+        # one number for each channel, as Dropout2d draws them, is of samples in front
+        is_unknown &= len(shape) < 3 or shape[2:].numel() > 1
         if in_model and shape[:2] == (rows.mine, rows.mine) and is_unknown:
             why = "its first two dimensions have the size of this rank's share, and which is the batch's is not known"
             self._say_other(name, why, "may not")
