@@ -131,9 +131,9 @@ def compare(
     left, right, notes = aligned(a, b, names)
     # a plain number, as a best loss, was computed from the tensors
     is_single = any(isinstance(each, Tensor) and each.dtype == torch.float32 for each in left.values())
-    coarsest = torch.finfo(torch.float32).eps if is_single else 0.0
+    of_plain = torch.finfo(torch.float32).eps if is_single else 0.0
     differences = [
-        difference for name in left | right if (difference := _difference(name, left, right, coarsest))
+        difference for name in left | right if (difference := _difference(name, left, right, of_plain))
     ]
     odd = [difference.name for difference in differences if difference.kind == "dtype"]
     if tolerance is not None and odd:
@@ -155,19 +155,19 @@ def amount(number: float, nans: int = 0) -> str:
     return "NaN" if nans else f"{number:.1e}" if number and math.isfinite(number) else f"{number:g}"
 
 
-def _difference(name: str, left: Flat, right: Flat, coarsest: float) -> Difference | None:
+def _difference(name: str, left: Flat, right: Flat, of_plain: float) -> Difference | None:
     if name in left and name in right:
-        return _unlike(name, left[name], right[name], coarsest)
+        return _unlike(name, left[name], right[name], of_plain)
     a, b = (_text(state[name]) if name in state else None for state in (left, right))
     return Difference(name=name, kind="missing", a=a, b=b)
 
 
-def _unlike(name: str, left: object, right: object, coarsest: float) -> Difference | None:
+def _unlike(name: str, left: object, right: object, of_plain: float) -> Difference | None:
     a, b = numbers(left), numbers(right)
     if a is None or b is None:
         is_same = a is b and left == right
         if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and len(left) == len(right):
-            is_same = not any(_unlike(name, *pair, coarsest) for pair in zip(left, right, strict=True))
+            is_same = not any(_unlike(name, *pair, of_plain) for pair in zip(left, right, strict=True))
         return None if is_same else Difference(name=name, kind="value", a=_text(left), b=_text(right))
     if a.shape != b.shape:
         shapes = str(list(a.shape)), str(list(b.shape))
@@ -180,7 +180,7 @@ def _unlike(name: str, left: object, right: object, coarsest: float) -> Differen
     shown = (_text(left, a), _text(right, b)) if is_same_dtype else dtypes
     exact = not (inexact(a) or inexact(b))
     own = 0.0 if exact else torch.finfo(a.dtype).eps
-    epsilon = own if isinstance(left, Tensor) else max(own, coarsest)
+    epsilon = own if isinstance(left, Tensor) else max(own, of_plain)
     return Difference(
         name=name,
         kind="value" if is_same_dtype else "dtype",

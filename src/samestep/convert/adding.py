@@ -158,8 +158,10 @@ class Adding(Totals):
 
     def mark_earlier(self, node: ast.For | ast.While, loop: Loop) -> None:
         """Mark what the last turn of a loop over batches has left: in the next turn it is of an earlier batch."""
+        if loop.kind != "batches":
+            return
         kept = kept_for_the_next_turn(node)
-        for names, name, value in self.frame.scope.reached_values() if loop.kind == "batches" else ():
+        for names, name, value in self.frame.scope.reached_values():
             is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
             if is_number and value.origin and loop.number in value.origin[2]:
                 # it must be totalled where it was made

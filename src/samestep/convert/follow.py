@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.convert.calls import MOST_STATEMENTS, Calls, without_gradients
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
-from samestep.convert.source import Source, begins_from, is_of_group, updates
+from samestep.convert.source import Source, begins_from, is_option, updates
 from samestep.convert.totals import TOTAL
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Value
 
@@ -215,8 +215,7 @@ class Follower(Calls):
         if self.adds_elements(target, node):
             return None
         is_late = node in self.learnt.eager or self.is_lost(target)
-        # which BatchNorm uses in its next call, or an optimizer in its next step
-        is_late |= getattr(target, "attr", "") == "momentum" or is_of_group(target)
+        is_late |= is_option(target)
         value = self.total(node) if is_late else self.value(node)
         if self._is_element(target) and self.batches is not None and value.kind in (*NUMBERS, Kind.OTHER):
             value = self.accumulated(self._place_added_to(target), node, value)

@@ -150,8 +150,10 @@ def _unreadable(path: Path, error: Exception) -> str:
     return f"{path.name}:{line} cannot be parsed ({getattr(error, 'msg', error)}); mend it first"
 
 
-def is_of_group(target: ast.expr) -> bool:
-    """Whether a target is an option of an optimizer's group of parameters, as `group["lr"]`."""
+def is_option(target: ast.expr) -> bool:
+    """Whether a BatchNorm uses a target in its next call, or an optimizer in its next step, as `group["lr"]`."""
+    if isinstance(target, ast.Attribute):
+        return target.attr == "momentum"
     key = target.slice if isinstance(target, ast.Subscript) else None
     return isinstance(key, ast.Constant) and key.value in ("lr", "momentum", "weight_decay")
 

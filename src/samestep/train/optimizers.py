@@ -109,15 +109,10 @@ class Optimizers(Member):
 
     def _say_if_amplified(self, optimizer: Any) -> None:
         """Say that an optimizer divides gradients by their size where these are zero but for rounding."""
-        alive_now = (reference() for reference in self._spine.undone.values())
-        known = {id(bias) for bias in alive_now if bias is not None}
-        undone = [p for group in optimizer.param_groups for p in group["params"] if id(p) in known]
+        undone = [p for group in optimizer.param_groups for p in group["params"] if self._spine.is_undone(p)]
         if undone and "eps" in optimizer.defaults:
-            name, kind, others = (
-                self._spine.models.name_of(undone[0]),
-                type(optimizer).__name__,
-                len(undone) - 1,
-            )
+            name, kind = self._spine.models.name_of(undone[0]), type(optimizer).__name__
+            others = len(undone) - 1
             which = f"{name} and {counted(others, 'other')} are biases" if others else f"{name} is a bias"
             self.group.say(
                 f"{which} before a BatchNorm, which takes it away again: its gradient is rounding alone, and {kind} "

@@ -69,6 +69,11 @@ class Spine(Member):
         for subscriber in self._subscribers:
             getattr(subscriber, event.__name__)(about)
 
+    def is_undone(self, bias: torch.Tensor) -> bool:
+        """Whether a BatchNorm takes this bias away again; another tensor may have the id of one that is gone."""
+        reference = self.undone.get(id(bias))
+        return reference is not None and reference() is bias
+
     def is_training(self, shuffled: bool) -> bool:
         """Whether a pass that begins now trains, as far as autograd and the models can tell."""
         if not torch.is_grad_enabled() or self.group.world.size == 1:
