@@ -46,7 +46,7 @@ class Started:
 
     def finish(self) -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""
-        out, err = self.process.communicate(timeout=30)
+        out, err = self.process.communicate(timeout=90)
         return self.process.returncode, out, err
 
 

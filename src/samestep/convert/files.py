@@ -147,7 +147,7 @@ def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> 
 
 def _called(followed: Follower, source: Source, node: ast.Call) -> None:
     """Edit or note a call that writes for every process, or that draws for each sample."""
-    name, callee = ast.unparse(node.func), str(followed.known.get(node.func, Value()).of)
+    name, callee = ast.unparse(node.func), followed.known.get(node.func, Value()).path
     for ending, rule in _BY_NAME.items():
         if f".{name}".endswith((f".{ending}", f"_{ending}")):
             rule(followed, source, node)

@@ -74,7 +74,7 @@ class Class:
     def descends_from(self, *names: str) -> bool:
         """Whether a base, or a base of a base, ends in one of these names."""
         classes = [base.of for base in self.bases if base.kind == "class"]
-        is_base = any(str(base.of).endswith(names) for base in self.bases if base.kind != "class")
+        is_base = any(base.path.endswith(names) for base in self.bases)
         return is_base or any(base.descends_from(*names) for base in classes)
 
 

@@ -180,7 +180,9 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
 
 def keeps_rows(reason: object) -> bool:
     """Whether a value with this reason may have an element for each sample, as a softmax over them."""
-    return str(reason).startswith(BETWEEN) or reason in [
+    if not isinstance(reason, str):
+        return False
+    return reason.startswith(BETWEEN) or reason in [
         _OVER_SAMPLES.format(name) for name in NAMED["along"] | _IN_ORDER
     ]
 

@@ -300,10 +300,10 @@ class Totals(Following):
         is_late = any(part.edits for part in used if part.kind != Kind.VIEWS)
         is_sum = value.kind in _SUMMED and not is_late and name_of(node) != "tolist"
         # a list of tensors or arrays is gathered after it has been joined
-        is_joined = str(callee.of).startswith(("torch.", "numpy.")) and value.kind == Kind.ROWS
+        is_joined = callee.path.startswith(("torch.", "numpy.")) and value.kind == Kind.ROWS
         is_joined = is_joined and bool(node.args) and self.known[node.args[0]].kind == "list"
         # a distribution cannot be gathered, and what it gives can
-        is_given = name_of(node) in NAMED["of_spread"] or str(callee.of).endswith("kl_divergence")
+        is_given = name_of(node) in NAMED["of_spread"] or callee.path.endswith("kl_divergence")
         is_given |= callee.kind in _OURS
         if is_sum or is_joined or (is_given and value.kind in ROWS):
             return self._wrapped(node, value)

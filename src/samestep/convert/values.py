@@ -86,6 +86,11 @@ class Value:
         return self.kind in _SHARED or any(part.is_shared for part in self.parts)
 
     @property
+    def path(self) -> str:
+        """The name of a library's function or class, as `torch.nn.Linear`; empty for one of the script's own."""
+        return self.of if isinstance(self.of, str) else ""
+
+    @property
     def bare(self) -> "Value":
         """The same without edits, for an expression computed from it, which gets edits of its own."""
         return self if self.kind == Kind.OTHER else replace(self, edits=None)
