@@ -137,3 +137,30 @@ def test_a_script_that_stops_by_the_clock_has_one_cause_however_far_it_comes_twi
     report = verify([str(script)], [1, 2], run=busy)
     assert [cause.removed for cause in report.causes] == ["clock"]
     assert "decides what is trained (in_time.py:" in str(report)
+
+
+_TIMED = """
+import time
+net = samestep.replicate(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(), torch.nn.Linear(3, 1)))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+began = time.time()
+for x in samestep.loader(torch.randn(20, 3), 4, shuffle=True):
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+print(f"took {time.time() - began:.1f} s")
+"""
+
+
+@pytest.mark.slow
+def test_the_clock_is_not_suspected_where_equal_runs_repeat(nest: Nest) -> None:
+    script, run = Path("timed.py").absolute(), Forked(nest)
+    script.write_text(_BEGINS + _TIMED)
+    clocks = []
+
+    def noted(trial: Trial) -> Result:
+        clocks.append("clock" in json.loads(trial.through[2])["without"])
+        return run(trial)
+
+    assert verify([str(script)], [1, 2], run=noted).verdict == "with_same"
+    assert clocks and not any(clocks)
