@@ -149,7 +149,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+_SLOW = "torch's loader worker"
+_NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name == _SLOW)) for name in CASES if name != "crash"]
+
+
+@pytest.mark.parametrize("name", [*_NAMES, "crash"])
 def test_the_users_own_line_and_the_exception_are_found(tmp_path, name):
     source, (line, function, code, exception) = CASES[name]
     found = one_line(traceback_of(tmp_path, source))
@@ -157,7 +161,7 @@ def test_the_users_own_line_and_the_exception_are_found(tmp_path, name):
     assert found[3].startswith(exception)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"crash"}))
+@pytest.mark.parametrize("name", _NAMES)
 def test_a_record_says_the_same_as_stderr(tmp_path, name):
     source, (line, function, code, exception) = CASES[name]
     found = one_line(record_of(tmp_path, source))

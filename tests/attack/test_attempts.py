@@ -23,7 +23,7 @@ def test_none():
 """
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_attempts_and_successes_are_counted_also_over_several_processes(tmp_path, processes):
     (tmp_path / "conftest.py").write_bytes(CONFTEST.read_bytes())
     (tmp_path / "test_some.py").write_text(ATTACKS)

@@ -92,7 +92,12 @@ def look(verb, *words):
     return CliRunner().invoke(import_module(f"samestep.cli.{verb}").command, list(words))
 
 
-@pytest.mark.parametrize("name", ATTACKS, ids=str)
+_SLOW = ("logs", "two lines of 40 MB")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == _SLOW)) for name in ATTACKS], ids=str
+)
 def test_what_else_lies_in_a_run_does_no_harm(attempt, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SAMESTEP_RUN_DIR", raising=False)

@@ -109,7 +109,9 @@ def test_the_readme_shows_what_the_demo_prints(shown: Shown) -> None:
     assert shape([line for line in block if not line.endswith(" ...")]) == shape(ours)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_demo_with_its_processes_and_files(tmp_path: Path, number: int, code: int) -> None:
     demo = start(tmp_path, stderr=subprocess.PIPE)
     assert demo.stderr is not None

@@ -110,6 +110,7 @@ def test_logs_shows_one_rank_or_all(home):
     assert sorted(both) == [f"[rank {rank}] step {step} on {rank}" for rank in (0, 1) for step in range(3)]
 
 
+@pytest.mark.slow
 def test_logs_says_where_a_rank_wrote_nothing(tmp_path):
     (tmp_path / "silent.py").write_text("import samestep\nif samestep.init().rank:\n    print('said 1')\n")
     samestep(tmp_path, "run", "-n", "2", "silent.py")

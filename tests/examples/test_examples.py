@@ -146,7 +146,13 @@ def test_a_dry_run_by_samestep_run_takes_one_step_and_stops(tmp_path: Path, data
 
 
 @pytest.mark.parametrize(
-    ("script", "size"), [(script, 0 if script == "mnist.py" else 2) for script in DRY_RUNS]
+    ("script", "size"),
+    [
+        pytest.param(
+            script, 0 if script == "mnist.py" else 2, marks=[pytest.mark.slow] * (script == "resnet.py")
+        )
+        for script in DRY_RUNS
+    ],
 )
 def test_a_dry_run_of_every_example_takes_one_step_and_stops(
     nest: Nest, tmp_path: Path, data: Path, script: str, size: int

@@ -31,7 +31,9 @@ _ALWAYS = ("device choice",)
 @pytest.mark.parametrize(
     "check",
     [
-        pytest.param(check, id=check.name, marks=[pytest.mark.long] * (check.name not in _ALWAYS))
+        pytest.param(
+            check, id=check.name, marks=pytest.mark.slow if check.name in _ALWAYS else pytest.mark.long
+        )
         for check in SHORT.values()
         if check not in TESTS and "sanitizer" not in check.name
     ],

@@ -379,6 +379,7 @@ def test_plots_show_values_and_parts_and_escape_what_is_foreign(tmp_path):
     assert "optimizer" not in step
 
 
+@pytest.mark.slow
 def test_settings_have_a_line_each_in_tables_and_no_ideal_in_plots(tmp_path):
     rows = of_sizes(*(run_of(2, settings=(("bucket_cap_mb", size),)) for size in ("1", "25")))
     parts = dict(Report(rows, "", []).tables())["Parts of a step"]

@@ -244,6 +244,7 @@ def test_what_is_as_it_should_be_is_not_commented(env):
     assert place(env).notes == ()
 
 
+@pytest.mark.slow
 def test_steps_and_jobs_in_a_row_meet_at_different_ports():
     ports = {
         place(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port

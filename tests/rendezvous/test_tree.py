@@ -55,7 +55,7 @@ def said(started: list["subprocess.Popen[str]"]) -> list[str]:
     return [process.communicate(timeout=30)[0].strip() for process in started]
 
 
-@pytest.mark.parametrize("size", [12, 20])
+@pytest.mark.parametrize("size", [12, pytest.param(20, marks=pytest.mark.slow)])
 def test_ranks_that_know_no_place_on_their_machine_are_arranged_by_rank_0(ranks, size):
     work = "print(len(tree.gather(None, 20)), len(tree._channels) < 6)\ntree.leave()"
     found = said(ranks(work, size, BEGIN.replace("told, run", "{}, run")))
@@ -121,7 +121,7 @@ def test_changes_of_the_store_are_the_same_everywhere_and_a_count_loses_none(ran
     assert found[0].splitlines()[1] == "True False"
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2, 4, 6])
+@pytest.mark.parametrize("lost", [0, *(pytest.param(lost, marks=pytest.mark.slow) for lost in (1, 2, 4)), 6])
 def test_one_that_is_killed_is_heard_of_by_all_within_a_second(ranks, lost):
     work = """
     tree.gather(None, 20)

@@ -94,7 +94,9 @@ def test_nodes_meet_where_the_environment_says(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("rank=0", "init got rank= without size=; give both, as whole numbers"),
+        pytest.param(
+            "rank=0", "init got rank= without size=; give both, as whole numbers", marks=pytest.mark.slow
+        ),
         ("rank=0, size=2, rendezvous='file:///x'", "is not a meeting point; write tcp://HOST:PORT or env://"),
         ("rank=2, size=2, rendezvous='tcp://127.0.0.1:1'", "RANK is 2 but WORLD_SIZE is 2; count from 0"),
     ],

@@ -229,6 +229,7 @@ def test_a_killed_warm_process_harms_no_rank_and_is_replaced(launcher, gone):
     gone([*first, *second, warm, other], 2)
 
 
+@pytest.mark.slow
 def test_kill_9_of_launcher_and_guardian_leaves_no_forked_rank_nor_warm_process(launcher, gone):
     launcher.write(WAITING)
     started = launcher.start("-n", "2", "--fork", "train.py")

@@ -21,7 +21,7 @@ needs_machines = pytest.mark.skipif(not possible(), reason="networks of their ow
 @pytest.mark.parametrize(
     "case",
     [
-        Case("stop"),
+        pytest.param(Case("stop"), marks=pytest.mark.slow),
         pytest.param(Case("gil", "first step", exact=True, size=2), marks=pytest.mark.slow),
         pytest.param(Case("loader"), marks=pytest.mark.slow),
         pytest.param(Case("c-sleep"), marks=pytest.mark.slow),

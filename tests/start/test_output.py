@@ -148,9 +148,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "code"), [("pass", 0), pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("raise SystemExit(3)", 3)])
 def test_files_that_are_left_open_have_what_was_written(launcher, end, code):
     launcher.write(FILES.replace("END", end))
     assert launcher.run("-n", "2", "train.py")[0] == code

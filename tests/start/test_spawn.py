@@ -26,7 +26,7 @@ def who(greeting: str, *, loud: bool) -> tuple[str, int, int]:
     return greeting.upper() if loud else greeting, rank(), int(os.environ["WORLD_SIZE"])
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3))])
 def test_values_come_back_in_the_order_of_ranks(size):
     assert launch(who, size, "hello", loud=True) == [("HELLO", number, size) for number in range(size)]
 

@@ -61,7 +61,17 @@ def steps_taken(model, loader):
     return taken, found
 
 
-@pytest.mark.parametrize("options", [{}, {"sync_batchnorm": True}, {"same": True}, {"loss": "sum"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in ({"sync_batchnorm": True}, {"loss": "sum"})
+        ),
+        {"same": True},
+    ],
+)
 def test_a_hundred_steps_never_ask_for_a_value(world, options):
     model = samestep.replicate(network(), **options)
     loader = samestep.loader(TensorDataset(torch.randn(300, 4)), 15, shuffle=True)

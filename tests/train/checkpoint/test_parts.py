@@ -38,6 +38,7 @@ def test_what_cannot_be_carried_is_said_before_the_first_step(run, tmp_path):
         assert re.search(f"^seen is {kind}", said[0], re.MULTILINE), said[0]
 
 
+@pytest.mark.slow
 def test_a_dataset_that_draws_with_a_generator_of_its_own_is_the_same_after_a_resume(run, tmp_path):
     source = """
         class Noisy:

@@ -57,7 +57,13 @@ def serially(batches):
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [(Rows, 0), (Rows, 2), (Shuffled, 0), pytest.param(Shuffled, 1, marks=pytest.mark.slow), (Shuffled, 2)],
+    [
+        (Rows, 0),
+        (Rows, 2),
+        (Shuffled, 0),
+        pytest.param(Shuffled, 1, marks=pytest.mark.slow),
+        pytest.param(Shuffled, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_batches_are_those_of_torchs_dataloader(world, kind, workers, drop_last):
     options = {"batch_size": 4, "num_workers": workers, "drop_last": drop_last}
@@ -144,7 +150,9 @@ def test_the_length_of_a_streams_loader_is_what_torch_says(world):
 
 
 @pytest.mark.parametrize("turns", [2, 1000])
-@pytest.mark.parametrize(("workers", "seed"), [(0, None), (2, None), (0, 7)])
+@pytest.mark.parametrize(
+    ("workers", "seed"), [(0, None), pytest.param(2, None, marks=pytest.mark.slow), (0, 7)]
+)
 def test_a_state_goes_on_at_any_batch(world, workers, seed, turns, monkeypatch):
     monkeypatch.setattr(stream, "_MOST_TURNS", turns)
 
@@ -225,6 +233,7 @@ def test_what_cannot_be_shared_is_a_sentence(world):
         samestep.loader(Rows(), 4, num_workers=1).load_state_dict(loader.state_dict())
 
 
+@pytest.mark.slow
 def test_a_broken_stream_is_the_exception_of_its_own(world):
     class Broken(Rows):
         def __iter__(self):

@@ -172,6 +172,7 @@ for name in ("get_start_method", "set_start_method", "get_context"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
 def test_a_loader_has_workers_where_python_does_not_fork_by_default():
     source = """

@@ -102,6 +102,7 @@ def test_a_complex_parameter_and_a_buffer_of_an_exact_replica_are_compared(world
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 def test_equal_replicas_raise_no_alarm(world):
     os.environ["SAMESTEP_CHECK_EVERY"] = "1"
     try:
