@@ -214,6 +214,7 @@ def test_ranks_that_wait_for_each_other_in_calls_of_torch_are_told_that_none_can
         notice = next(line for line in started.stderr if " has waited " in line)
         says = f"in barrier .train.py:7. for rank 0, which is in {call} .train.py:5.; these are different calls, so"
         assert re.search(says, notice)
+        assert ("; the run ends in 9 min" in notice) == ("samestep" in way)
     finally:
         started.terminate()  # torchrun that is killed leaves its workers
         started.communicate()

@@ -21,7 +21,7 @@ from samestep.hang import ABSENT, GONE_S, LEAST_S, Hang, RankState, find_hang, f
 from samestep.rundir import STOP, PulseReading, pulse_in, pulse_path, stack_path
 from samestep.start.sight import STOPPED, Sight, look_at, status_of, switches
 from samestep.start.worker import Worker
-from samestep.text import printable
+from samestep.text import duration, printable
 from samestep.tracebacks import Traceback, describe_end
 
 _LOOK_S = 0.5  # between two looks
@@ -136,8 +136,14 @@ class Watch:
         is_known = all(state.does or state.waits_now or state.phase == "end" for state in hang.missing)
         if self._reported is None and (is_known or hang.seconds > 2 * self.least_s):
             self._reported = hang
-            self._say(f"samestep: {hang.sentence(self.least_s)}")
+            self._say(f"samestep: {hang.sentence(self.least_s)}{self._end_of(hang)}")
         return is_over
+
+    def _end_of(self, hang: Hang) -> str:
+        """When the run ends, if no rank can go on."""
+        left_s = self._limit_of(hang) - hang.seconds
+        is_ahead = hang.is_deadlock and left_s > 1
+        return f"; the run ends in {duration(left_s)}, see --hang-timeout" if is_ahead else ""
 
     def _limit_of(self, hang: Hang) -> float:
         """After how many seconds this hang ends the run."""
