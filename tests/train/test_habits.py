@@ -78,14 +78,6 @@ def test_a_dataloader_is_taken_over_with_its_order(world, data, options):
         (lambda: samestep.loader(DataLoader(DATA, 6), 6), "got a DataLoader and batch_size; write loader(dl.dataset"),
         (lambda: samestep.loader(DataLoader(DATA, 6), shuffle=True), "got a DataLoader and shuffle"),
         (lambda: samestep.loader(DataLoader(DATA, batch_size=None)), "got a DataLoader with batch_size=None"),
-        (
-            lambda: samestep.loader(DataLoader(DATA, 6, shuffle=True, generator=torch.Generator())),
-            "draws from a generator of its own, or with replacement; write loader(dl.dataset, batch_size=...",
-        ),
-        (
-            lambda: samestep.loader(DataLoader(DATA, 6, sampler=RandomSampler(DATA, replacement=True))),
-            "draws from a generator of its own, or with replacement",
-        ),
         (lambda: samestep.loader(DATA, 6, shufle=True), "loader knows no option shufle; did you mean shuffle?"),
         (lambda: samestep.steps(DataLoader(DATA, 6), 6, microbatch=2), "write steps(dl.dataset, batch_size="),
         (lambda: samestep.loader(DATA, batchsize=6), "loader knows no option batchsize; did you mean batch_size?"),

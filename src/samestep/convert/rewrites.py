@@ -142,9 +142,7 @@ def _unshared(node: ast.Call, given: dict[str, ast.expr]) -> str | None:
     """Why a loader stays torch's own, with all batches on every process; None if it can be shared."""
     is_open = any(keyword.arg is None for keyword in node.keywords)
     is_open |= any(isinstance(argument, ast.Starred) for argument in node.args)
-    size, own = given.get("batch_size", given.get("batch_sampler")), given.get("generator")
-    if own is not None and not (isinstance(own, ast.Constant) and own.value is None):
-        return "draws from a generator of its own, which samestep.loader does not take"
+    size = given.get("batch_size", given.get("batch_sampler"))
     if (size is None and not is_open) or (isinstance(size, ast.Constant) and size.value in (1, None)):
         return "has batches of one sample, which processes cannot share"
     return None

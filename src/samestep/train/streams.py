@@ -21,9 +21,9 @@ def seed_of(*facts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def draw_seed() -> int:
-    """Local. A number of 63 bits from torch's stream, as DataLoader and RandomSampler draw their seeds."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Local. A number of 63 bits from torch's stream or `generator`, as DataLoader and RandomSampler draw seeds."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
 def draw_as(*facts: int | str) -> None:

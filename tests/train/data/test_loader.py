@@ -328,8 +328,10 @@ def test_what_a_loader_cannot_take_is_refused_with_what_to_write(world):
         UsageError, match=r"loader knows no option colour; it takes those of torch's DataLoader"
     ):
         samestep.loader(Numbers(4), 4, colour=1)
-    with pytest.raises(UsageError, match=r"loader makes its own generator; leave it out"):
-        samestep.loader(Numbers(4), 4, generator=torch.Generator())
+    with pytest.raises(UsageError, match=r"generator is an int; pass a torch.Generator"):
+        samestep.loader(Numbers(4), 4, generator=7)
+    with pytest.raises(UsageError, match=r"both a generator and a seed; the generator gives the order"):
+        samestep.loader(Numbers(4), 4, seed=0, generator=torch.Generator())
     with pytest.raises(UsageError, match=r"num_workers is 'all'; write a number, or \"auto\""):
         samestep.loader(Numbers(4), 4, num_workers="all")
     with pytest.raises(UsageError, match=r"both a sampler and shuffle=True"):

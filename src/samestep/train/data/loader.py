@@ -138,8 +138,11 @@ class Loader(Generic[Item]):
     @property
     def sampler(self) -> Any:
         """The script's sampler, or the sampler that torch's DataLoader would have made; scripts use its length."""
-        of_torch = RandomSampler if self._shuffle else SequentialSampler
-        return of_torch(self.dataset) if self._sampler is None else self._sampler
+        if self._sampler is not None:
+            return self._sampler
+        if not self._shuffle:
+            return SequentialSampler(self.dataset)
+        return RandomSampler(self.dataset, generator=self._given.get("generator"))
 
     if not TYPE_CHECKING:  # a type checker has to find misspelt names
 
@@ -332,7 +335,7 @@ class Loader(Generic[Item]):
                         yield batch, own
             next(batches, None)
             if isinstance(order, Taken):
-                order.compare_last()
+                order.end()
 
         yield from self._spine.stepped(this, handed_out())
         this.is_evaluated = not torch.is_grad_enabled()

@@ -35,9 +35,17 @@ class Order:
 
     draws_at_iter = False
 
-    def __init__(self, sized: Sized | None, seed: int | None, shuffle: bool, group: Group) -> None:
+    def __init__(
+        self,
+        sized: Sized | None,
+        seed: int | None,
+        shuffle: bool,
+        group: Group,
+        generator: torch.Generator | None = None,
+    ) -> None:
         """`sized` has the length of a pass; None where the length is known only at the end of the pass."""
-        self._sized = sized
+        # the generator is the DataLoader's, which draws from it at the start of each pass
+        self._sized, self._generator = sized, generator
         # of the latest pass: a dataset may grow from pass to pass
         self.length = self._length_now()
         self.pass_seed = seed or 0
@@ -71,7 +79,7 @@ class Order:
                         f"rank {rank}; add the same samples on every rank: samestep.gather collects what ranks made"
                     )
         if self._seed is None and not self._expected and not again:
-            streams.draw_seed()
+            streams.draw_seed(self._generator)
 
     def draw(self, epoch: int, *, alike: bool, lazily: bool) -> "Drawn":
         """The samples of this epoch. Collective where the order is drawn, and with `alike`: ranks compare it."""
@@ -114,8 +122,10 @@ class Order:
 class Sampled(Order):
     kind = "sampler"
 
-    def __init__(self, sampler: Any, seed: int | None, group: Group) -> None:
-        super().__init__(self._sized_of(sampler), seed, shuffle=False, group=group)
+    def __init__(
+        self, sampler: Any, seed: int | None, group: Group, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(self._sized_of(sampler), seed, shuffle=False, group=group, generator=generator)
         self.sampler = sampler
         # a sampler without a length may depend on what the loop collects, as a replay memory does
         self.at_once = _AT_ONCE if hasattr(sampler, "__len__") else 1
@@ -224,8 +234,16 @@ class Batched(Sampled):
 
     kind, draws_at_iter = "batch_sampler", True
 
-    def __init__(self, sampler: Any, seed: int | None, group: Group, *, has_workers: bool) -> None:
-        super().__init__(sampler, seed, group)
+    def __init__(
+        self,
+        sampler: Any,
+        seed: int | None,
+        group: Group,
+        generator: torch.Generator | None,
+        *,
+        has_workers: bool,
+    ) -> None:
+        super().__init__(sampler, seed, group, generator)
         self._has_workers, self._is_again = has_workers, False
 
     def facts(self) -> dict[str, Any]:
@@ -244,7 +262,7 @@ class Batched(Sampled):
         # torch's DataLoader draws a seed after it has made the iterator, and for new workers it makes another iterator
         iterator = iter(self.sampler)
         if self._seed is None and not self._is_again:
-            streams.draw_seed()
+            streams.draw_seed(self._generator)
             iterator = iter(self.sampler) if self._has_workers else iterator
         return TakenBatches(self, iterator, self._group)
 
@@ -313,8 +331,10 @@ class Taken:
         if self._indices:
             self._compare()
 
-    def compare_last(self) -> None:
-        """Collective. Compare the samples read since the first comparison; a sampler may depend on the losses."""
+    def end(self) -> None:
+        """Collective. Read the samples that are left, as torch does where it drops the last batch, which a sampler may
+        draw after; compare those read since the first comparison, as a sampler may depend on the losses."""
+        self.ask(self._length or 0)
         if 0 < self._compared < self.asked and self.left_at is not None:
             self._compare()
 

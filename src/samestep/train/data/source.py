@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 
 from samestep.errors import RanksDiffer, UsageError
+from samestep.text import type_of
 from samestep.train.data.batches import FromMemory, FromWorkers, content
 from samestep.train.data.order import Batched, Order, Sampled
 from samestep.train.data.stream import Stream
@@ -55,6 +56,7 @@ class Options(TypedDict, total=False):
     timeout: float
     worker_init_fn: Callable[[int], None] | None
     multiprocessing_context: Any
+    generator: torch.Generator | None
     prefetch_factor: int | None
     persistent_workers: bool
     pin_memory_device: str
@@ -84,12 +86,9 @@ def taken_over(dataloader: "DataLoader[Any]", given: dict[str, Any]) -> dict[str
             "batch_size=..., sampler=...)"
         )
     shuffles = type(sampler) is RandomSampler
-    is_plain = not shuffles or not (sampler.replacement or sampler.num_samples != len(sampler.data_source))
-    if dataloader.generator is not None or not is_plain:
-        raise UsageError(
-            "loader got a DataLoader that draws from a generator of its own, or with replacement; write "
-            "loader(dl.dataset, batch_size=..., shuffle=True, seed=0), or pass that sampler as sampler="
-        )
+    if shuffles:
+        draws_once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        shuffles = draws_once and sampler.generator is dataloader.generator
     taken: dict[str, Any] = {
         "batch_size": dataloader.batch_size,
         "shuffle": shuffles,
@@ -100,8 +99,11 @@ def taken_over(dataloader: "DataLoader[Any]", given: dict[str, Any]) -> dict[str
         taken["batch_sampler"] = dataloader.batch_sampler
     elif not shuffles and type(sampler) is not SequentialSampler and not isinstance(data, IterableDataset):
         taken["sampler"] = sampler
-    if dataloader.worker_init_fn is not None:
-        taken["worker_init_fn"] = dataloader.worker_init_fn
+    taken |= {
+        name: given
+        for name in ("worker_init_fn", "generator")
+        if (given := getattr(dataloader, name)) is not None
+    }
     if dataloader.collate_fn is not default_collate:
         taken["collate_fn"] = dataloader.collate_fn
     if dataloader.num_workers:
@@ -130,8 +132,9 @@ def check_batched(batch_size: int | None, options: dict[str, Any]) -> None:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    if "generator" in options:
-        raise UsageError("loader makes its own generator; leave it out, or pass sampler=")
+    generator = options.get("generator")
+    if not isinstance(generator, torch.Generator | None):
+        raise UsageError(f"generator is {type_of(generator)}; pass a torch.Generator")
     workers = options.get("num_workers", 0)
     if isinstance(workers, str) and workers != "auto":
         raise UsageError(
@@ -171,8 +174,10 @@ def order_of(
     options: dict[str, Any],
     group: Group,
 ) -> Order:
-    """The order of the samples; takes `sampler` and `batch_sampler` out of the options."""
-    sampler, batch_sampler = options.pop("sampler", None), options.pop("batch_sampler", None)
+    """The order of the samples; takes `sampler`, `batch_sampler` and `generator` out of the options."""
+    sampler, batch_sampler, generator = (
+        options.pop(name, None) for name in ("sampler", "batch_sampler", "generator")
+    )
     is_stream = isinstance(dataset, IterableDataset)
     others = {
         "batch_sampler": is_stream and batch_sampler is not None,
@@ -180,6 +185,7 @@ def order_of(
         "shuffle": shuffle,
         "drop_last": drop_last and not is_stream,
         "batch_size": batch_size is not None and not is_stream,
+        "generator": is_stream and generator is not None,
     }
     given = [name for name, is_given in others.items() if is_given]
     if is_stream:
@@ -201,14 +207,20 @@ def order_of(
                 f"loader got a batch_sampler and {', '.join(given)}; the batch_sampler makes the batches, so leave "
                 "that out"
             )
-        return Batched(batch_sampler, seed, group, has_workers=reads_ahead(options))
-    if sampler is None:
-        return Order(dataset, seed, shuffle, group)
-    if shuffle:
+        return Batched(batch_sampler, seed, group, generator, has_workers=reads_ahead(options))
+    if generator is not None and seed is not None:
+        raise UsageError(
+            "loader got both a generator and a seed; the generator gives the order, so drop seed"
+        )
+    if sampler is not None and shuffle:
         raise UsageError(
             "loader got both a sampler and shuffle=True; the sampler gives the order, so drop shuffle"
         )
-    return Sampled(sampler, seed, group)
+    if shuffle and generator is not None:
+        sampler = RandomSampler(dataset, generator=generator)
+    if sampler is None:
+        return Order(dataset, seed, shuffle, group, generator)
+    return Sampled(sampler, seed, group, generator)
 
 
 def _workers_for(world: World) -> int:
