@@ -167,6 +167,8 @@ class Calls(Library):
             method = forward or callee.of.of.find("__call__")
         elif name in ("parameters", "named_parameters") or (name == "params" and not arguments):
             return self.parameters(node)
+        elif name in ("modules", "children") and isinstance(node.func, ast.Attribute) and not self.in_forward:
+            return self.parameters(node)  # `layer.weight` of each
         elif name in NAMED["model"]:
             return self._in_mode(self.value(node.func.value), node)  # type: ignore[attr-defined]
         is_part = isinstance(node.func, ast.Attribute) or self._is_layer(node.func)
