@@ -144,3 +144,61 @@ def test_a_batch_that_is_too_small_to_train_is_the_whole_batch(size):
     made = _after(f"{BEGIN}for x, y in train:\n    if {size} > 1:\n{step}        print(loss.item())\n")
     assert f"    if samestep.sum({size}) > 1:\n" in made
     assert "print(samestep.mean(loss.item()))" in made
+
+
+BACKWARD = """\
+def run_epoch(loader, steps):
+    total = 0.0
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if steps is not None:
+            steps.step()
+            steps.zero_grad()
+        total += loss.item() * len(x)
+        print(total)
+model.train()
+run_epoch(train, optimizer)
+model.eval()
+run_epoch(test, None)
+"""
+
+
+def test_an_evaluation_that_computes_gradients_has_no_totals_of_single_batches():
+    assert any("no total can be taken in an evaluation" in gap for gap in _of(f"{BEGIN}{BACKWARD}").gaps)
+    assert not _of(f"{BEGIN}{BACKWARD.replace('(test, None)', '(test, optimizer)')}").gaps
+
+
+def test_an_optimizer_that_is_none_makes_no_steps():
+    trainer = "class Trainer:\n    def __init__(self, steps):\n        self.steps = steps\n"
+    trainer += "    def train(self, loss):\n        loss.backward()\n        if self.steps is not None:\n"
+    trainer += "            self.steps.step()\n            self.steps.zero_grad()\n"
+    lines = BACKWARD.replace("        loss.backward()\n", "        steps.train(loss)\n")
+    start, _, end = lines.partition("        if steps is not None:\n")
+    lines = start + end.partition("steps.zero_grad()\n")[2]
+    lines = lines.replace("(train, optimizer)", "(train, Trainer(optimizer))").replace(
+        "None", "Trainer(None)"
+    )
+    assert any(
+        "no total can be taken in an evaluation" in gap for gap in _of(f"{BEGIN}{trainer}{lines}").gaps
+    )
+
+
+def test_a_loss_that_is_a_module_and_a_part_of_a_model_are_not_left_in_train_mode():
+    loss = "class Loss(nn.Module):\n    def forward(self, x, y):\n        return F.cross_entropy(x, y)\n"
+    net = "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    net += "        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)\n"
+    net += "    def forward(self, x):\n        return self.body(x)\n"
+    made = "model = nn.Linear(4, 3)"
+    begin = BEGIN.replace(made, f"{loss}{net}model, criterion = Net(), Loss()")
+    lines = BACKWARD.replace("F.cross_entropy(model(x), y)", "criterion(model.head(model(x)), y)")
+    assert any("no total can be taken in an evaluation" in gap for gap in _of(f"{begin}{lines}").gaps)
+
+
+def test_batches_that_a_generator_wraps_in_objects_are_followed():
+    batch = "class Batch:\n    def __init__(self, x, y):\n        self.x, self.y = x, y\n"
+    batch += "        self.mask = torch.ones(4).type_as(x)\n"
+    wrapped = "def wrapped(loader):\n    for x, y in loader:\n        yield Batch(x, y)\n"
+    step = STEP.replace("model(x), y", "model(b.x * b.mask), b.y")
+    found = _of(f"{BEGIN}{batch}{wrapped}for b in wrapped(train):\n{step}    print(loss.item())\n")
+    assert not found.gaps

@@ -313,7 +313,7 @@ class Follower(Calls):
         self._follow_turn(node, loop)
         self.learnt.feeds |= dict.fromkeys(loop.fed_by, loop.found_training)
         self.learnt.trains[place] = loop.trains = max(loop.found_training, self.learnt.feeds.get(place, 0))
-        # in a model, as over its layers, once is enough if that leaves the kinds of all values
+        loop.steps = loop.found_steps
         is_settled = bool(held) and all(names[name].kind == value.kind for names, name, value in held)
         if self.followed < MOST_STATEMENTS and not is_settled:
             self.findings, self.learnt.eager = findings, eager

@@ -297,5 +297,10 @@ class Following:
 
     def may_total(self) -> bool:
         """Whether a total may be taken here: every rank reaches this line equally often."""
-        even = (loop.kind == "plain" or (loop.kind == "batches" and loop.trains == 2) for loop in self.loops)
+        even = (loop.kind == "plain" or (loop.kind == "batches" and loop.is_even) for loop in self.loops)
         return all(even) and not self.uneven and not self.in_forward
+
+    def steps(self) -> None:
+        """Note that the weights are changed here."""
+        for loop in self.loops:
+            loop.found_steps = True

@@ -123,9 +123,19 @@ class Loop:
     number: int = 0
     trains: int = 0  # 1: some turns train; 2: all do
     found_training: int = 0
+    steps: bool = True  # whether some turns change the weights
+    found_steps: bool = False
     place: Any = None  # what stays the same when the loop is followed again
     fed_by: tuple[Any, ...] = ()  # the places of the loops in a generator that gives the batches
     together: set[Any] = field(default_factory=set)  # the statements in it that call or train a model
+
+    @property
+    def is_even(self) -> bool:
+        """Whether ranks have equally many turns, with the serial script's batches.
+
+        A pass of eval() that computes gradients and changes no weights is cut as an evaluation.
+        """
+        return self.trains == 2 and (self.lends or self.steps)
 
     def mapped(self, change: Callable[[Value], Value]) -> "Loop":
         return replace(self, element=change(self.element), objects=tuple(map(change, self.objects)))
