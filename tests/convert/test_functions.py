@@ -365,7 +365,10 @@ def test_a_namespace_is_an_object_of_the_script():
     assert "is of the last batch, of which this process has a part at most" in gap
 
 
-@pytest.mark.parametrize(("test", "is_gap"), [("True", False), ("1", False), ("len(x) > 3", True)])
+@pytest.mark.parametrize(
+    ("test", "is_gap"),
+    [("True", False), ("1", False), ("len(x) > 3", False), ("float(torch.rand(1)) > 0.5", True)],
+)
 def test_training_under_a_test_that_always_holds_is_training_in_each_turn(test, is_gap):
     step = STEP.replace("    ", "        ")
     lines = f"for x, y in train:\n    if {test}:\n{step}    print(loss.item())\n"

@@ -45,6 +45,11 @@ class Calls(Library):
     """The value of a call: from the body of the function if it is in the project, otherwise by a rule."""
 
     def _call(self, node: ast.Call) -> Value:
+        if name_of(node) == "step" and self.value(node.func.value).kind != "none":  # type: ignore[attr-defined]
+            self.steps()
+        return self._called(node)
+
+    def _called(self, node: ast.Call) -> Value:
         name = name_of(node)
         base = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else Value("external")
         if name == "backward" and not self.is_model(base):
@@ -53,7 +58,7 @@ class Calls(Library):
             receiver = node.func.value  # type: ignore[attr-defined]
             self.findings.edit(Edit(self.source, self.source.end(receiver), self.source.end(node.func), ""))
             return self._call_of_object(base, node, *self._arguments(node))
-        if base.kind == "loss":
+        if base.kind == "loss" or (name, base.kind) == ("type_as", Kind.ALIKE):
             return base
         if base.kind == "metric":
             return self._of_metric(base, node, name)
@@ -167,6 +172,8 @@ class Calls(Library):
             method = forward or callee.of.of.find("__call__")
         elif name in ("parameters", "named_parameters") or (name == "params" and not arguments):
             return self.parameters(node)
+        elif name in ("modules", "children") and isinstance(node.func, ast.Attribute) and not self.in_forward:
+            return self.parameters(node)  # `layer.weight` of each
         elif name in NAMED["model"]:
             return self._in_mode(self.value(node.func.value), node)  # type: ignore[attr-defined]
         is_part = isinstance(node.func, ast.Attribute) or self._is_layer(node.func)
@@ -177,7 +184,7 @@ class Calls(Library):
             (self.called_quietly if self.without_gradients > 1 else called).add(key_of(callee))
         if not is_method and not self.in_forward and self.is_model(callee):
             self.comes_together()
-            self.called_to_train |= {key_of(callee)} - self.evaluated
+            self.called_to_train |= {key_of(callee)} - self.evaluated if _has_weights(callee) else set()
             self._carried(node, arguments)
         if method is None:
             shared = [argument for argument in (*arguments, *named.values()) if argument.is_shared]
@@ -222,8 +229,19 @@ class Calls(Library):
         """The model itself, after a method such as `eval`."""
         if name_of(node) in ("train", "eval"):
             self.in_eval = name_of(node) == "eval" or ast.unparse(node).endswith(".train(False)")
-            (self.evaluated.add if self.in_eval else self.evaluated.discard)(key_of(model))
+            (self.evaluated.update if self.in_eval else self.evaluated.difference_update)(
+                self._keys_in(model)
+            )
         return model
+
+    def _keys_in(self, model: Value) -> set[Any]:
+        """The keys of a model and of the models in it."""
+        models = [model]
+        for each in models:
+            inner = each.of.scope.names.values() if each.kind == "instance" else ()
+            inner = (*inner, *self.layers.get(key_of(each), (False, []))[1])
+            models += [part for part in inner if self.is_model(part) and part not in models]
+        return {*map(key_of, models)}
 
     def parameters(self, node: ast.Call) -> Value:
         """The parameters of a model, of a part of it, or, inside a method, of the model itself."""
@@ -260,6 +278,7 @@ class Calls(Library):
         self.parameters_alone |= {at[:2] for at in made if at and _PARAMETER.match(ast.unparse(at[0]))}
 
     def optimizes(self, *values: Value) -> Value:
+        self.steps()
         sites = sorted(models_of(*values), key=lambda site: (site.statement.lineno, site.names[0][0]))
         self.findings.sites.update(dict.fromkeys(sites))
         return Value("optimizer", models=models_of(*values))
@@ -292,7 +311,8 @@ class Calls(Library):
             sizes = frozenset[str | None]().union(*(loop.sizes for loop in frame.yielded))
             fed_by = tuple(place for loop in frame.yielded for place in loop.fed_by)
             loop = Loop(element, "batches", sizes=sizes, fed_by=fed_by)
-            return Value("each", loop) if element.is_shared else Value()
+            is_of_batches = element.is_shared or (element.kind == "instance" and frame.had_batches)
+            return Value("each", loop) if is_of_batches else Value()
         return nameless(join(*frame.returned))
 
     def _bind_arguments(self, scope: Scope, params: ast.arguments, arguments: Values, named: Named) -> None:
@@ -321,6 +341,14 @@ class Calls(Library):
 def without_gradients(text: str) -> int:
     """2 for a mark or a context without gradients, 1 where that is decided while the script runs, 0 for others."""
     return 2 if _WITHOUT_GRADIENTS.search(text) else int("set_grad_enabled" in text)
+
+
+def _has_weights(model: Value) -> bool:
+    """Whether a model has layers or parameters, which a loss that is written as a Module has not."""
+    held = model.of.scope.names.values() if model.kind == "instance" else ()
+    made = [ast.unparse(value.origin[0]) for value in held if value.origin]
+    is_layer = any(value.kind in ("model", "instance") for value in held)
+    return model.kind == "model" or is_layer or any(map(_PARAMETER.match, made))
 
 
 def _is_called_again(source: Source, call: ast.Call) -> bool:

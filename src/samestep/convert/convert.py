@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
+from typing import Any
 
 from samestep.convert.files import finish
 from samestep.convert.follow import Follower, follow
@@ -244,7 +245,7 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
         # replicate before a loop or a branch if the model was made before it
         is_block = isinstance(outer, ast.For | ast.While | ast.If) and isinstance(key, tuple)
         targets = map(ast.unparse, ast.walk(getattr(outer, "target", ast.Constant(0))))
-        if is_block and name not in targets and not (outer.lineno <= key[1] <= outer.end_lineno):  # type: ignore[attr-defined, index]
+        if is_block and name not in targets and not _makes(outer, key):
             statement = outer  # type: ignore[assignment]
     call = f"samestep.replicate({name}{options})"
     if name.startswith("*"):
@@ -253,6 +254,12 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
     names = [node for node in ast.walk(next(functions, source.tree)) if isinstance(node, ast.Name)]
     is_local = any(node.id == name and isinstance(node.ctx, ast.Store) for node in names)
     followed.findings.edit(source.line_before(statement, f"{name} = {call}" if is_local else call))
+
+
+def _makes(block: Any, key: Any) -> bool:
+    """Whether a model is made in a block of statements, or in a function that is called there."""
+    _, line, _, calls = key
+    return any(block.lineno <= at <= block.end_lineno for at in (line, *(call[0] for call in calls)))
 
 
 def _in_comprehension(statement: ast.stmt, name: str) -> ast.expr | None:

@@ -48,7 +48,7 @@ class Decisions(Names):
         return (value.text == str(constant)) == holds if is_alike else None
 
     def _is_one(self, test: ast.expr) -> bool | None:
-        """Whether a value is an optimizer or a model, as `isinstance` asks, or a dict has a key."""
+        """Whether a value is an optimizer or a model, as `isinstance` asks, is callable, or a dict has a key."""
         match test:
             case ast.Call(func=ast.Name(id="isinstance"), args=[node, class_]):
                 value, name = self.value(node), ast.unparse(class_).rpartition(".")[2]
@@ -61,6 +61,8 @@ class Decisions(Names):
                 value = self.value(held)
                 has_key = value.kind == "dict" and key in value.of and self.is_of_turn(value)
                 return isinstance(asks, ast.In) if has_key else None
+            case ast.Call(func=ast.Name(id="callable"), args=[node]):
+                return True if self.value(node).kind in ("function", "class", "partial") else None
         return None
 
     def constant(self, node: ast.expr) -> ast.expr:

@@ -45,7 +45,8 @@ def follow(script: Source, find: Find) -> "Follower":
     for calls in places.values():
         if not (gaps := follower.findings.gaps):
             break
-        learnt = Learnt(serial=follower.learnt.serial | dict.fromkeys(calls, _NO_TOTAL))
+        learnt = replace(copied(follower.learnt), eager=set())
+        learnt.serial |= dict.fromkeys(calls, _NO_TOTAL)
         serial_follower = _followed(script, find, learnt)
         # a generator's loader may train by next()
         if len(found := serial_follower.findings.gaps) < len(gaps) and _NOT_SHARED not in found.values():
@@ -214,9 +215,8 @@ class Follower(Calls):
                 return None
         if self.adds_elements(target, node):
             return None
-        is_late = node in self.learnt.eager or self.is_lost(target)
-        is_late |= is_option(target)
-        value = self.total(node) if is_late else self.value(node)
+        is_late = node in self.learnt.eager or self.is_lost(target) or is_option(target)
+        value = self.total(node) if is_late else self.opened_for(target, node) or self.value(node)
         if self._is_element(target) and self.batches is not None and value.kind in (*NUMBERS, Kind.OTHER):
             value = self.accumulated(self._place_added_to(target), node, value)
         # a value in an object cannot be followed further, so other kinds must be totalled too
@@ -259,7 +259,7 @@ class Follower(Calls):
     _nonlocal = _global
 
     def _if(self, node: ast.If) -> None:
-        is_uneven = self.value(node.test).is_shared
+        is_uneven = (tested := self.value(node.test)).is_shared
         if not is_uneven or self.may_total():
             is_uneven = self.total(node.test).is_shared
         is_main = ast.unparse(node.test) in ("__name__ == '__main__'", "TYPE_CHECKING")
@@ -267,6 +267,7 @@ class Follower(Calls):
             self.statements(node.body if known else node.orelse)
             return
         self.uneven += is_uneven
+        self.by_total += tested.edits is not None
         self.depth += 1
         scopes, backwards_before = self.frame.scope.reached(), self.backwards
         before, none = [dict(scope.names) for scope in scopes], self.found_none(node.test)
@@ -282,13 +283,14 @@ class Follower(Calls):
         if none is not None:
             none[0].names[none[1]] = Value("none", since=self.since)
         self.depth -= 1
+        self.by_total -= tested.edits is not None
         self.uneven -= is_uneven
         if backwards_before < backwards_between < self.backwards:
             self._trained()
 
     def _trained(self) -> None:
         for loop in self.loops:
-            loop.found_training = max(loop.found_training, 1 + (loop.depth >= self.depth))
+            loop.found_training = max(loop.found_training, 1 + (loop.depth >= self.depth - self.by_total))
 
     def _for(self, node: ast.For) -> None:
         over = self.over(node.iter)
@@ -307,10 +309,13 @@ class Follower(Calls):
         loop.trains = self.learnt.trains.get(place, 2)
         findings, eager = copied(self.findings), set(self.learnt.eager)
         before = dict(self.frame.scope.names)
+        held = self.frame.scope.reached_values() if self.in_forward else []
         self._follow_turn(node, loop)
         self.learnt.feeds |= dict.fromkeys(loop.fed_by, loop.found_training)
         self.learnt.trains[place] = loop.trains = max(loop.found_training, self.learnt.feeds.get(place, 0))
-        if self.followed < MOST_STATEMENTS:
+        loop.steps = loop.found_steps
+        is_settled = bool(held) and all(names[name].kind == value.kind for names, name, value in held)
+        if self.followed < MOST_STATEMENTS and not is_settled:
             self.findings, self.learnt.eager = findings, eager
             self._follow_turn(node, loop)
         self.check_first_turn(node, before if loop.kind == "plain" else {})

@@ -237,7 +237,7 @@ class Library(Python):
         return Value("dict", dict(zip(keys, values, strict=True)), models_of(*values)) if is_dict else None
 
     def _is_optimizer(self, name: str, last: str, values: Values) -> bool:
-        no_optimizer = name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa_utils"))
+        no_optimizer = name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa_utils", "torch.nn."))
         is_named = "optim" in name.lower() or (last[:1].isupper() and not averages(last))
         return bool(models_of(*values)) and is_named and not no_optimizer
 
@@ -246,7 +246,7 @@ class Library(Python):
             return Value("metric")
         if name == "torch.autograd.grad":
             return self._gradients(node)
-        if name == "torch.autograd.Variable":
+        if name in ("torch.autograd.Variable", "weakref.proxy"):
             return values[0]
         if name.startswith("torch.autograd."):
             return Value(Kind.BATCH if any(value.is_shared for value in values) else Kind.ALIKE)

@@ -56,6 +56,19 @@ class Names(Adding):
         edits = late if value.kind == Kind.VIEWS else value.edits
         scope.names[name] = replace(value, since=self.since, origin=origin, edits=edits)
 
+    def opened_for(self, target: ast.expr, right: ast.expr | None) -> Value | None:
+        """What a tuple with one `*rest` has for as many targets, as `b, c, n = *x.shape, 8`; None for others."""
+        names, parts = getattr(target, "elts", []), right.elts if isinstance(right, ast.Tuple) else []
+        starred = [part for part in parts if isinstance(part, ast.Starred)]
+        if len(starred) != 1 or any(isinstance(name, ast.Starred) for name in names):
+            return None
+        values: list[Value] = []
+        for part in parts:
+            count = len(names) - len(parts) + 1 if part in starred else 0
+            value = self.kept(self.value(part))
+            values += [self.part_of(value, index) for index in range(count)] if part in starred else [value]
+        return Value("list", dict(enumerate(values)), models_of(*values))
+
     def note_element(self, target: ast.expr, value: Value) -> None:
         """Note the value of an element with a constant key also in the list or dict that holds it."""
         if (found := self._container_of(target)) is None:

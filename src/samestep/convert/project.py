@@ -206,7 +206,11 @@ class Following:
         self.trained_alike: dict[ast.AST, Source] = {}  # where a total outside of all batches is derived
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
         self.time_first: set[str | None] = set()  # what batches' sizes depend on that have samples second
+        self.full_batches: set[str | None] = set()  # what they depend on where all batches are full
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0
+        self.by_total = (
+            0  # how many of the tests around, which `depth` counts, are the same on all ranks by a total
+        )
         self.loops_made = self.backwards = self.followed = 0
         self.in_eval = self.unwraps = False
         self.held_batches: set[ast.AST] = set()  # calls of next() that took a batch outside of all loops
@@ -276,7 +280,7 @@ class Following:
 
     def enter(self, loop: Loop, node: ast.AST) -> None:
         self.loops_made += 1
-        loop.number, loop.depth, loop.frame = self.loops_made, self.depth, self.frame
+        loop.number, loop.depth, loop.frame = self.loops_made, self.depth - self.by_total, self.frame
         loop.lends = loop.kind == "batches" and not self.is_quiet
         self.loops.append(loop)
         if loop.kind == "batches":
@@ -293,5 +297,10 @@ class Following:
 
     def may_total(self) -> bool:
         """Whether a total may be taken here: every rank reaches this line equally often."""
-        even = (loop.kind == "plain" or (loop.kind == "batches" and loop.trains == 2) for loop in self.loops)
+        even = (loop.kind == "plain" or (loop.kind == "batches" and loop.is_even) for loop in self.loops)
         return all(even) and not self.uneven and not self.in_forward
+
+    def steps(self) -> None:
+        """Note that the weights are changed here."""
+        for loop in self.loops:
+            loop.found_steps = True

@@ -7,10 +7,14 @@ from dataclasses import replace
 
 from samestep.convert.rewrites import LOADERS
 from samestep.convert.signatures import NAMED, NUMBERED, of_tensors
-from samestep.convert.source import takes_apart
+from samestep.convert.source import Source, takes_apart
 from samestep.convert.unknown import Unknown
 from samestep.convert.values import LENGTH, NUMBERS, ROWS, Kind, Loop, Value, Values, join, other
 
+_ENDS = (
+    "in an evaluation a process may have fewer batches than the loader, and next() fails there; write a `for` loop "
+    "over the loader, or give it drop_last=True"
+)
 _GROWING = ("dict", "OrderedDict", "defaultdict", "Counter")
 
 
@@ -94,14 +98,22 @@ class Python(Unknown):
         over = self.each(first)
         if over.kind == "batches" and self.loops:
             loop = self.loops[-1]
+            may_end = len(values) == 1 and not self.full_batches.issuperset(over.sizes)
+            if may_end and self.is_quiet and not _ends_quietly(self.source, node):
+                self.gap(node, _ENDS)
             if loop.kind == "plain":
-                loop.kind, loop.text, loop.frame = "batches", over.text, self.frame
+                loop.kind, loop.text, loop.frame, loop.call = "batches", over.text, self.frame, over.call
+                self.passes += [loop] if over.call else []
             loop.taken = {**dict.fromkeys(over.sizes, not self.is_quiet), **loop.taken}
             self.latest = loop
         elif over.kind == "batches":
             self.is_latest, self.latest = True, None
             self.held_batches.add(node)
         return replace(over.element, origin=(node, self.source, ())) if over.kind == "batches" else first
+
+    def _python_iter(self, node: ast.Call, values: Values, first: Value) -> Value:
+        is_of_batches = first.kind in ("loader", "instance") and (loop := self.each(first)).kind == "batches"
+        return Value("each", loop) if is_of_batches else first
 
     def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
         is_count = any(argument.kind in (Kind.COUNT, Kind.PART) for argument in values)
@@ -160,3 +172,10 @@ class Python(Unknown):
         return Value("model", self.key(node)) if self.is_model(first) else first
 
     _python_copy = _python_replace = _python_deepcopy
+
+
+def _ends_quietly(source: Source, node: ast.AST) -> bool:
+    """Whether the end of an iterator is caught here."""
+    tries = [around for around in source.around(node) if isinstance(around, ast.Try)]
+    handlers = [handler for around in tries for handler in around.handlers]
+    return any(handler.type is None or "StopIteration" in ast.unparse(handler.type) for handler in handlers)

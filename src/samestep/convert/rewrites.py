@@ -47,6 +47,7 @@ class Rewrites(Totals):
         # batches of two loaders have the same sizes only if both drop the last batch
         drops = getattr(by_name.get("drop_last"), "value", False) is True
         text = ast.unparse(size) if drops else str(self.key(node))
+        self.full_batches |= {text} if drops else set()
         collate = self.value(by_name.get("collate_fn"))
         if collate.kind == "instance":
             collate = collate.of.of.find("__call__") or Value()

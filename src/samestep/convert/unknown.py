@@ -20,9 +20,12 @@ class Unknown(Rewrites, Expressions):
 
     def _uses(self, values: Values, node: ast.Call) -> Iterator[Value]:
         """The results of lambdas among the arguments that depend on a share, as they capture values."""
+        functions = [value.of for value in values if value.kind == "function"]
+        if not functions:
+            return
         findings, called = self.findings, set(self.called_by_line)
         known, given = set(findings.alike), set(findings.given)
-        for function in [value.of for value in values if value.kind == "function"]:
+        for function in functions:
             result = self.run(function, [function.bound] if function.bound else [], {}, node)
             if isinstance(function.node, ast.Lambda) and result.is_shared:
                 self.known[function.node] = replace(result, edits=None)

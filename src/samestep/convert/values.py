@@ -41,6 +41,7 @@ PAIRS = f"{BETWEEN}; see docs/losses.md"
 NUMBERS = {Kind.PART, Kind.COUNT, Kind.MEAN}
 LENGTH = "its length"  # the key of the length of a list that is filled sample by sample
 _SHARED = set(Kind) - {Kind.ALIKE}
+_HOLDERS = {"list", "dict", "each"}
 _A, _P, _C, _M = Kind.ALIKE, Kind.PART, Kind.COUNT, Kind.MEAN
 _TIMES: dict[tuple[str, str], Kind]
 _TIMES = {(_P, _A): _P, (_C, _A): _P, (_M, _A): _M, (_M, _C): _P, (_P, Kind.PER): _M}  # in either order
@@ -83,7 +84,9 @@ class Value:
     @property
     def is_shared(self) -> bool:
         """Whether it depends on this rank's share of a batch."""
-        return self.kind in _SHARED or any(part.is_shared for part in self.parts)
+        if self.kind in _HOLDERS:
+            return any(part.is_shared for part in self.parts)
+        return self.kind in _SHARED
 
     @property
     def path(self) -> str:
@@ -93,7 +96,7 @@ class Value:
     @property
     def bare(self) -> "Value":
         """The same without edits, for an expression computed from it, which gets edits of its own."""
-        return self if self.kind == Kind.OTHER else replace(self, edits=None)
+        return self if self.edits is None or self.kind == Kind.OTHER else replace(self, edits=None)
 
 
 Values = list[Value]
@@ -120,9 +123,19 @@ class Loop:
     number: int = 0
     trains: int = 0  # 1: some turns train; 2: all do
     found_training: int = 0
+    steps: bool = True  # whether some turns change the weights
+    found_steps: bool = False
     place: Any = None  # what stays the same when the loop is followed again
     fed_by: tuple[Any, ...] = ()  # the places of the loops in a generator that gives the batches
     together: set[Any] = field(default_factory=set)  # the statements in it that call or train a model
+
+    @property
+    def is_even(self) -> bool:
+        """Whether ranks have equally many turns, with the serial script's batches.
+
+        A pass of eval() that computes gradients and changes no weights is cut as an evaluation.
+        """
+        return self.trains == 2 and (self.lends or self.steps)
 
     def mapped(self, change: Callable[[Value], Value]) -> "Loop":
         return replace(self, element=change(self.element), objects=tuple(map(change, self.objects)))
