@@ -257,3 +257,47 @@ print(sum(p.sum().item() for p in model.parameters()))
     )
     report = verify([str(converted)], [1, 2], against=[str(serial)], run=Forked(nest))
     assert report.exit_code == 0
+
+
+_DETECTOR = """
+import torch, samestep
+from torch import nn
+samestep.init()
+torch.manual_seed(0)
+class Boxes(torch.utils.data.Dataset):
+    def __len__(self):
+        return 18
+    def __getitem__(self, index):
+        image = torch.full((1, 4, 4), index / 9.0)
+        return image, {"box": torch.tensor([index / 18.0, 1.0])}
+class Detector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 2)
+    def forward(self, images, targets):
+        boxes = torch.stack([target["box"] for target in targets])
+        return (self.head(torch.stack(images).flatten(1)) - boxes).square().mean()
+model = samestep.replicate(Detector())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for images, targets in samestep.loader(Boxes(), 4, shuffle=True, collate_fn=COLLATE):
+    loss = model(images, targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collate", ["lambda samples: tuple(zip(*samples))", "lambda samples: samples"])
+def test_batches_in_which_each_sample_has_its_own_tensors_are_compared(nest: Nest, collate: str) -> None:
+    script = _DETECTOR.replace("COLLATE", collate)
+    if collate.endswith(": samples"):
+        script = script.replace("for images, targets in", "for samples in").replace(
+            "    loss =", "    images, targets = zip(*samples)\n    loss ="
+        )
+    converted, serial = Path("boxes.py").absolute(), Path("boxes_serial.py").absolute()
+    converted.write_text(script)
+    of_torch = script.replace("samestep.loader", "torch.utils.data.DataLoader")
+    serial.write_text(of_torch.replace("samestep.replicate", "").replace("samestep.init()", ""))
+    report = verify([str(converted)], [1, 2], against=[str(serial)], run=Forked(nest))
+    assert (report.verdict, report.causes) == ("rounding", [])

@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 from itertools import zip_longest
 
 from samestep.verify import remedies
-from samestep.verify.read import Run, alike, record_path, shares
+from samestep.verify.read import Run, alike, are_given_alike, record_path, shares
 from samestep.verify.remedies import OF_THE_SHARE, OF_WORLD, SHOWN
 from samestep.verify.trajectory import Compared, total
 
@@ -314,5 +314,5 @@ def _rows(run: Run, step: int, name: str) -> list[float] | None:
 
 def _is_of_the_loop(compared: Compared) -> bool:
     """Whether the loaders returned the same rows, so that the loop made the inputs differ."""
-    mine = compared.first.batch("given", compared.step)
-    return bool(mine) and alike(mine, compared.run.batch("given", compared.step))
+    has_rows = bool(compared.first.batch("given", compared.step))
+    return has_rows and are_given_alike(compared.first, compared.run, compared.step)

@@ -32,7 +32,7 @@ EPSILON = {
     "tf32": 2.0**-10,
 }
 _SAME_ROW = 1e-4
-_OF_BATCH = ("turn", "samples", "given")
+_OF_BATCH = ("turn", "samples", "given", "apart")
 
 
 class Digest(NamedTuple):
@@ -49,10 +49,10 @@ class Step:
     """An optimizer step of a rank; parameters and buffers are those before the step."""
 
     # A part belongs to one backward pass: `loss`, `reduction` and `count` of the loss, `given` (a number for each row
-    # of the loader's batch), `turn` (the number of that batch), and `forwards`, each with `training` and a number for
-    # each of the `rows` of its input and its `out`put. With a loader of samestep it has `samples`, `mine` and `all`
-    # (the number of samples in this rank's share and in the whole batch) and `adds` (whether ranks' gradients are
-    # added).
+    # of the loader's batch) and `apart` (for each tensor, as each sample may have its own), `turn` (the number of that
+    # batch), and `forwards`, each with `training` and a number for each of the `rows` of its input and its `out`put.
+    # With a loader of samestep it has `samples`, `mine` and `all` (the number of samples in this rank's share and in
+    # the whole batch) and `adds` (whether ranks' gradients are added).
 
     parts: list[dict[str, Any]]
     hyper: list[dict[str, list[float]]]
@@ -164,6 +164,12 @@ def shares(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _batches(step: Step) -> list[dict[str, Any]]:
     """One part per batch; a batch has several parts if it has several losses or calls of a closure."""
     return [*{str([part.get(key) for key in _OF_BATCH]): part for part in shares(step.parts)}.values()]
+
+
+def are_given_alike(first: Run, other: Run, step: int) -> bool:
+    """Whether the loaders gave the same batch in this step: in rows of a tensor, or in tensors for each sample."""
+    (rows, apart), others = ([run.batch(name, step) for name in ("given", "apart")] for run in (first, other))
+    return alike(rows, others[0]) or (bool(apart) and alike(apart, others[1]))
 
 
 def alike(rows: Sequence[float], others: Sequence[float]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from samestep.verify.causes import Cause, came_apart, failure_of, says_its_cause, stated, suspects, unstable
 from samestep.verify.experiments import Experiments, Removed
-from samestep.verify.read import alike
+from samestep.verify.read import are_given_alike
 from samestep.verify.remedies import OWN_DRAWS, STILL_UNSTABLE
 from samestep.verify.trajectory import SOFT, Compared, first_fact, follow, is_noise
 
@@ -173,7 +173,7 @@ def draws_of(compared: Compared) -> str:
     first, run, step = compared.first, compared.run, compared.step
     widths = zip(first.fact("widths") or (), run.fact("widths") or (), strict=False)
     is_collated = any(mine != theirs for mine, theirs in widths)
-    if compared.is_in_a_step and not alike(first.batch("given", step), run.batch("given", step)):
+    if compared.is_in_a_step and not are_given_alike(first, run, step):
         is_collated = True
     own = [*(run.fact("own") or ()), *[_COLLATED] * is_collated]
     return " and ".join(own or ["random draws"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from samestep.text import counted
-from samestep.verify.read import EPSILON, Digests, Run, alike
+from samestep.verify.read import EPSILON, Digests, Run, are_given_alike
 
 _JUMP = 10.0  # a mistake exceeds the largest earlier distance by this factor
 _NOISE = 30.0  # a mistake exceeds a tensor's noise by this factor
@@ -222,9 +222,11 @@ def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
     if not is_by_rows and first.num_samples(step) != other.num_samples(step):
         is_even = other.longest == other.length
         yield Difference("batch", step, None, "samples of the batch") if is_even else _uneven(other)
-    name = "given" if first.is_untouched else "samples"
-    batches = first.batch(name, step), other.batch(name, step)
-    if not (alike(*batches) if first.is_untouched else batches[0] == batches[1]):
+    if not (
+        are_given_alike(first, other, step)
+        if first.is_untouched
+        else first.batch("samples", step) == other.batch("samples", step)
+    ):
         yield Difference("samples", step, None, "samples")
     for rank, steps in enumerate(other.ranks):
         if steps[step].training != mine.training and steps[step].parts:

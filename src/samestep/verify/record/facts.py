@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -79,21 +80,38 @@ def _numbers(values: Iterable[Any]) -> Iterator[float]:
 def rows_of(value: Any) -> list[float]:
     """A number for each row of the first dense tensor in a nested value; similar rows have similar numbers."""
     tensor = first_tensor(value)
-    if tensor is None or not tensor.dim() or not tensor.numel():
+    if tensor is None or not tensor.dim():
+        return []
+    return _numbers_of(tensor.detach()[:_MOST_ROWS])
+
+
+def samples_of(value: Any) -> list[float]:
+    """A number for each tensor of a batch: each sample may have its own, as `tuple(zip(*samples))` makes them."""
+    tensors = islice(tensors_in(value), _MOST_ROWS)
+    return [number for tensor in tensors for number in _numbers_of(tensor.detach()[None])]
+
+
+def _numbers_of(rows: torch.Tensor) -> list[float]:
+    if not rows.numel():
         return []
     with _disable_current_modes():  # modes of the script must not see these operations
-        rows = tensor.detach()[:_MOST_ROWS].cpu()
         rows = torch.view_as_real(rows) if rows.is_complex() else rows
-        flat = rows.reshape(len(rows), -1).double()
+        flat = rows.cpu().reshape(len(rows), -1).double()
         along = torch.arange(1, flat.shape[1] + 1, dtype=torch.float64).sin()
         return [float(f"{number:.9g}") for number in (flat @ along).tolist()]
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value if value.layout is torch.strided and not value.is_nested else None
+    return next(tensors_in(value), None)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The dense tensors in a nested value."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+        yield value
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((tensor for tensor in map(first_tensor, inner) if tensor is not None), None)
+    for part in inner:
+        yield from tensors_in(part)
 
 
 def numbers_in(state: Any, trained: Container[int], key: str = "") -> Iterator[str]:

@@ -75,7 +75,7 @@ class Recorder:
         self._taken: dict[torch.optim.Optimizer, int] = {}  # the number of steps
         self._parts: list[dict[str, Any]] = []
         self._forwards: list[dict[str, Any]] = []
-        self._given: list[float] = []
+        self._given: dict[str, list[float]] = {}
         self._clips: dict[str, list[float]] = {}
         self._widths: list[Sequence[int]] = []  # of each batch, its first tensor's sizes behind the samples
         self._turn = self._depth = 0
@@ -229,7 +229,7 @@ class Recorder:
         part = {
             "loss": sum(map(_value, losses, gradients or [None] * len(losses))) * weight,
             "forwards": self._forwards,
-            "given": self._given,
+            **self._given,
             "turn": self._turn,
             "line": users_line(),
         }
@@ -295,7 +295,7 @@ class Recorder:
         self._evaluated = False
         if "careless_last" in self._facts:
             self._facts["careless"] = self._facts.pop("careless_last")
-        self._given = facts.rows_of(batch)
+        self._given = {"given": facts.rows_of(batch), "apart": facts.samples_of(batch)}
         if (tensor := facts.first_tensor(batch)) is not None:
             self._widths.append(tensor.shape[1:])
         self._turn += 1
@@ -304,7 +304,7 @@ class Recorder:
         original(spine, passed)
         self._evaluated = not passed.training
         if passed.training:
-            self._given = []
+            self._given = {}
 
     def _start_process(self, original: Callable[..., None], process: BaseProcess) -> None:
         if not self._depth and not type(process).__module__.startswith("torch.utils.data"):
