@@ -105,3 +105,17 @@ def test_for_a_weak_measurement_every_rank_has_a_whole_batch(world, monkeypatch)
     assert [len(batch) for batch in batches] == [4] * (24 // 4 // world.size)
     monkeypatch.delenv("SAMESTEP_WEAK")
     assert sum(len(batch) for batch in samestep.loader(range(24), 6)) == 24 // world.size
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("length", [13, 15])
+def test_an_evaluation_that_computes_gradients_says_where_its_last_batches_are_other_ones(world, length):
+    model = samestep.replicate(torch.nn.Linear(2, 1)).eval()
+    with redirect_stderr(StringIO()) as said:
+        for x in samestep.loader(torch.ones(length, 2), 6):
+            model(x).mean().backward()
+    is_other = length == 13 and world.rank == 0
+    ours = {2: "5 and 2", 3: "4 and 3"}[world.size]
+    expected = f"ends with batches of {ours} samples, and the serial script's with 6 and 1"
+    assert (expected in said.getvalue()) == is_other
+    assert bool(said.getvalue()) == is_other

@@ -67,9 +67,8 @@ def loader(
     data: Any = dataset
     if isinstance(dataset, DataLoader):
         given = {name: value for name, value in chosen.items() if value is not False}
-        chosen = source.taken_over(
-            dataset, given if batch_size is None else {"batch_size": batch_size, **given}
-        )
+        given |= {} if batch_size is None else {"batch_size": batch_size}
+        chosen = source.taken_over(dataset, given)
         data, batch_size = dataset.dataset, chosen.pop("batch_size")
     shuffle, drop_last = chosen.pop("shuffle"), chosen.pop("drop_last")
     result: Loader[Any] = Loader(data, batch_size, shuffle, drop_last, seed, chosen, joined())
@@ -106,13 +105,11 @@ class Loader(Generic[Item]):
         self.epoch = self._position = self._passes = 0
         self._repeated = 0  # batches of a cycle
         self._share: float = 1.0 / world.size
-        self.is_share_read = False  # in the latest pass
-        self._begun = self._is_counted = False
+        self._begun = self._is_counted = self.is_share_read = False
         # the latest pass that no cycle repeats, the epochs begun before it, and whether it is inside of a step
         self._latest: tuple[Pass, int, bool] | None = None
         self.ledger = b""
-        self._group, self._world, self._spine = group, world, group.the(Spine)
-        self._draws = group.the(Draws)
+        self._group, self._world, self._spine, self._draws = group, world, group.the(Spine), group.the(Draws)
         self._spine.subscribe(group.the(Meter))
         group.the(Optimizers)
         if world.size > 1:
@@ -288,19 +285,23 @@ class Loader(Generic[Item]):
         this.training = self._spine.is_training(self._shuffle)
         if this.training and self._shuffle and self._seed is not None and not (this.epoch or this.start):
             self._group.the(Begun).note(self, self.dataset, self._seed)
-        self.is_share_read = False
+        self.is_share_read = False  # in this pass
         steps = self._steps(this) if self._order.length is not None else ()
         self._spine.begin_pass(this)
         return steps
 
     def _steps(self, this: Pass) -> Iterable[Any]:
-        world, draws = self._world, self._draws
-        serial, even = (self._pieces(this, world.size, world.rank, even=even) for even in (False, True))
+        size, rank = self._world.size, self._world.rank
+        serial, even = (self._pieces(this, size, rank, even=even) for even in (False, True))
         this.batches = len(serial)
-        # same=True needs the serial script's batches for its draws, and a backward needs all ranks
-        return share.pieces(
-            serial, even, lambda: not this.training and (this.has_backward or not draws.active)
-        )
+
+        def is_even() -> bool:
+            if this.has_backward and not this.training and serial.last_sizes != even.last_sizes:
+                self._group.say(share.differing(serial, even, size))
+            # same=True needs the serial script's batches for its draws, and a backward needs all ranks
+            return not this.training and (this.has_backward or not self._draws.active)
+
+        return share.pieces(serial, even, is_even)
 
     def _pieces(self, this: Pass, size: int, rank: int, *, even: bool = False) -> Pieces:
         cuts: Any = {"start": this.start, "drop_last": self.drop_last, "even": even}

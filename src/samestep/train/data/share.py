@@ -57,6 +57,11 @@ class Pieces(Sequence[Piece]):
     def __len__(self) -> int:
         return len(self._stops) + len(self._last)
 
+    @property
+    def last_sizes(self) -> list[int]:
+        """The numbers of samples in the last two batches."""
+        return [self[number].all for number in range(max(len(self) - 2, 0), len(self))]
+
     def __getitem__(self, number: Any) -> Any:
         number = range(len(self))[number]
         return piece(self._stop(number - 1), self._stop(number), self._size, self._rank)
@@ -73,6 +78,16 @@ def pieces(serial: Pieces, even: Pieces, is_even: Callable[[], bool]) -> Iterato
     yield from map(serial.__getitem__, range(last_two))
     last = even if is_even() else serial
     yield from map(last.__getitem__, range(last_two, len(last)))
+
+
+def differing(serial: Pieces, even: Pieces, size: int) -> str:
+    """A sentence on an evaluation that computes gradients, and so has a sample for each rank in every batch."""
+    ours, theirs = (" and ".join(map(str, pieces.last_sizes)) for pieces in (even, serial))
+    return (
+        f"an evaluation that calls backward() ends with batches of {ours} samples, and the serial script's with "
+        f"{theirs}, since each of {size} ranks needs a sample: what is computed from each batch's gradient, as its "
+        f"square, differs; choose a batch_size with at least {size} samples in the last batch, or drop_last=True"
+    )
 
 
 def piece(start: int, stop: int, size: int, rank: int) -> Piece:
