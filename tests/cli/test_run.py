@@ -108,6 +108,16 @@ def test_an_option_of_ours_behind_a_script_that_reads_no_arguments_is_said(home)
     assert run(home, "-n1", "plain.py", "--epochs", "2") == (0, "1\n", "")
     script.write_text("import sys\nprint(sys.argv[1])\n")
     assert run(home, "-n1", "plain.py", "-n", "2") == (0, "-n\n", "")
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    said = "samestep: --same is given to plain.py, which may know no such option; write options of samestep run before "
+    assert run(home, "-n1", "plain.py", "--same")[2].endswith(f"{said}it: samestep run --same ... plain.py\n")
+    assert said not in run(home, "-n1", "plain.py", "--lr")[2]
+
+
+def test_a_notebook_is_refused_with_the_command_that_exports_it(home):
+    (home / "book.ipynb").write_text("{}")
+    code, _, err = run(home, "book.ipynb")
+    assert (code, "export it (jupyter nbconvert --to script book.ipynb), or" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +125,11 @@ def test_an_option_of_ours_behind_a_script_that_reads_no_arguments_is_said(home)
     [
         (["-n", "0", "show.py"], 2, "-n 0 is not a number of processes; write 1 to 9999"),
         (["-n", "two", "show.py"], 2, "-n two is not a number of processes"),
+        (
+            ["-np", "2", "show.py"],
+            2,
+            "-n p is not a number of processes; write 1 to 9999, as -n 2 for mpirun's -np 2",
+        ),
         (["-n", "gpu", "show.py"], 2, "-n gpu asks for a process on each device, but none is visible"),
         (["--devices", "0", "show.py"], 2, "names devices, but none is visible here"),
         (["--nnodes", "2", "show.py"], 2, "--nodes 2 does not say where the nodes meet; add --rendezvous"),

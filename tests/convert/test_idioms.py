@@ -374,7 +374,7 @@ def test_a_parameter_alone_that_learns_from_what_a_pass_collected_is_listed(ends
 def test_rows_that_are_mixed_with_rows_in_another_order_are_listed():
     lines = f"    x = 0.7 * x + 0.3 * x.flip(0)\n{STEP}"
     (gap,) = _of(f"{BEGIN}for x, y in train:\n{lines}").gaps
-    assert "compares samples of a share with each other (flip)" in gap
+    assert "compares samples of a share with each other (flip, which belongs into the collate_fn" in gap
 
 
 @pytest.mark.parametrize("use", ["print(w.sum())", "order = torch.utils.data.WeightedRandomSampler(w, 20)"])

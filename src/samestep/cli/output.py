@@ -225,6 +225,11 @@ def check_script(script: str, is_module: bool) -> None:
     path = Path(script)
     if not is_module and path.is_file() and not os.access(path, os.R_OK):
         raise NoScript(f"{script} cannot be read (permission denied)")
+    if path.suffix == ".ipynb" and path.is_file():
+        raise UsageError(
+            f"{script} is a notebook, not a script; export it (jupyter nbconvert --to script {script}), or train in it "
+            "by samestep.launch, see docs/launch.md"
+        )
     if is_module or path.is_file() or (path / "__main__.py").is_file():
         return
     if path.is_dir():
@@ -281,13 +286,17 @@ def numbers(option: str, text: str, noun: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def remark_on_options(name: str, command: click.Command, script: str, args: Sequence[str]) -> None:
-    """Say where an option of the command stands behind a script that reads no arguments."""
+def remark_on_options(
+    name: str, command: click.Command, script: str, args: Sequence[str], *, has_refused: bool = False
+) -> None:
+    """Say where an option of the command stands behind a script that reads no arguments, or that `has_refused` them."""
     options = {option for param in command.params for option in param.opts if option.startswith("-")}
     ours = [word for word in args if word.partition("=")[0] in options]
-    if ours and not reads_arguments(Path(script)):
+    if ours and has_refused == reads_arguments(Path(script)):
+        why = "may know no such option" if has_refused else "seems to read no arguments"
+        words = [ours[0], "...", script] if has_refused else [*args, script]
         click.echo(
-            f"samestep: {ours[0]} is given to {Path(script).name}, which seems to read no arguments; write options of "
-            f"{name} before it: {name} {shlex.join([*args, script])}",
+            f"samestep: {ours[0]} is given to {Path(script).name}, which {why}; write options of {name} before it: "
+            f"{name} {shlex.join(words)}",
             err=True,
         )

@@ -38,6 +38,7 @@ from samestep.text import counted, printable
 _MANY = 1 << 20  # more ranks than any run has: with several nodes the number is not known yet
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
+_REFUSED = 2  # argparse and click end so
 _KEPT = "every rank's output is kept in the run's logs"
 _NOT_OFFERED = {
     "--numa-binding": "every process has cores of its own",
@@ -192,7 +193,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
                 signals=_signals(options["signals_to_handle"]),
             )
             _remark(file, args, size, options, is_counted=COUNTED in env)
-            code = run_script(started)
+            code = _run(started, file, args)
         except NoScript as error:
             click.echo(harmless(f"samestep: {error}"), err=True)
             code = 126 if Path(script).exists() else 127
@@ -208,6 +209,13 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
 for _option in command.params:
     _names = (name.lstrip("-").upper().replace("-", "_") for name in _option.opts if name.startswith("--"))
     _option.envvar = [f"PET_{name}" for name in _names]
+
+
+def _run(started: Script, file: str, args: Sequence[str]) -> int:
+    code = run_script(started)
+    if code == _REFUSED:
+        remark_on_options("samestep run", command, file, args, has_refused=True)
+    return code
 
 
 def _remark(
@@ -317,7 +325,8 @@ def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:
     if count in ("cpu", "auto"):
         return {}, (count == "auto" and visible) or len(cores())
     if not re.fullmatch(r"[1-9][0-9]{0,3}", count):
-        raise UsageError(f"-n {count} is not a number of processes; write 1 to 9999")
+        mpirun = ", as -n 2 for mpirun's -np 2" if count == "p" else ""
+        raise UsageError(f"-n {count} is not a number of processes; write 1 to 9999{mpirun}")
     return {}, int(count)
 
 

@@ -88,7 +88,10 @@ class Adding(Totals):
         if self.may_total() and value.kind != Kind.BATCH:
             return self.total(node)
         reason = value.of if isinstance(value.of, str) else None
-        return Value(Kind.OTHER, reason or "is added up over batches in a way that has no total")
+        return Value(
+            Kind.OTHER,
+            reason or "is added up over batches in a way that has no total; total it where it is computed",
+        )
 
     def by_element(self, given: Value, node: ast.expr) -> Value:
         """What `node` gets of each of the values that a function was given, to add it to a number of its own."""

@@ -208,9 +208,8 @@ class Following:
         self.time_first: set[str | None] = set()  # what batches' sizes depend on that have samples second
         self.full_batches: set[str | None] = set()  # what they depend on where all batches are full
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0
-        self.by_total = (
-            0  # how many of the tests around, which `depth` counts, are the same on all ranks by a total
-        )
+        # how many of the tests around, which `depth` counts, are the same on all ranks by a total
+        self.by_total = 0
         self.loops_made = self.backwards = self.followed = 0
         self.in_eval = self.unwraps = False
         self.held_batches: set[ast.AST] = set()  # calls of next() that took a batch outside of all loops

@@ -53,6 +53,7 @@ piece       split chunk unbind
 stacked     array asarray stack tensor as_tensor
 joined      cat concat concatenate vstack row_stack
 """
+_MIXES = ", which belongs into the collate_fn where it mixes inputs, as mixup does"
 _OPERATORS = {"mul": ast.Mult(), "div": ast.Div(), "add": ast.Add(), "sub": ast.Sub()}
 _OPERATORS |= dict.fromkeys(("mm", "matmul"), ast.MatMult())
 NAMED: dict[str, set[str]] = {}
@@ -168,7 +169,8 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
     is_between |= name in NAMED["compared"] and makes_pairs({value.kind for value in values})
     is_between |= name in NAMED["paired"] and len(shared) > 1
     if is_between and not in_forward:
-        return Value(Kind.OTHER, f"{BETWEEN} ({name}); see docs/losses.md")
+        mixes = _MIXES * (name in NAMED["moved"] | {"randperm"})
+        return Value(Kind.OTHER, f"{BETWEEN} ({name}{mixes}); see docs/losses.md")
     is_plain = base.kind in NUMBERS or not TURNED.isdisjoint(value.kind for value in values)
     if name.rstrip("_") in _OPERATORS and is_plain and len(values) == 2:
         return combined(_OPERATORS[name.rstrip("_")], base, values[1], batch)

@@ -215,7 +215,11 @@ def _either(left: Value, right: Value) -> Value:
         return Value(Kind.PART, left.of)
     if kinds <= {Kind.BATCH, Kind.ROWS}:
         return Value(Kind.ROWS)
-    return other("is of several kinds", left, right) if left.is_shared or right.is_shared else left
+    return (
+        other("is not made alike in all branches and calls", left, right)
+        if left.is_shared or right.is_shared
+        else left
+    )
 
 
 def combined(op: ast.operator, left: Value, right: Value, batch: Loop | None = None) -> Value:
