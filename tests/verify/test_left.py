@@ -165,3 +165,32 @@ def test_the_clock_is_not_suspected_where_equal_runs_repeat(nest: Nest) -> None:
     assert verify([str(script)], [1, 2], run=noted).verdict == "with_same"
     assert clocks
     assert not any(clocks)
+
+
+_AT_A_BIT = """
+import os
+for step, x in enumerate(samestep.loader(torch.randn(20, 3), 4, shuffle=True)):
+    loss = model(x).square().mean()
+    if step == 2 and os.environ.get("FLIPPED"):
+        loss = loss + 1e-3 * model.weight.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_mistake", [False, True])
+def test_what_is_gone_from_changed_last_bits_is_rounding_and_no_mistake(nest: Nest, is_mistake: bool) -> None:
+    """A relu that the last bit opens at 2 processes, and does not in the first run from changed last bits."""
+    script, run = Path("at_a_bit.py").absolute(), Forked(nest)
+    script.write_text(_BEGINS + _MODEL + _AT_A_BIT)
+
+    def flipped(trial: Trial) -> Result:
+        options = json.loads(trial.through[2])
+        is_flipped = trial.size > 1 and (is_mistake or not options["nudge"])
+        return run(replace(trial, env={**trial.env, "FLIPPED": "1" * is_flipped}))
+
+    report = verify([str(script)], [1, 2], run=flipped)
+    assert report.verdict == ("different" if is_mistake else "rounding")
+    assert ("in step 3 a last bit decides" in str(report.lines)) != is_mistake

@@ -93,7 +93,7 @@ class Search:
             return after
         listed = self._suspects(compared, is_enough)
         for suspect in listed:
-            if suspect.removed == "shares" and (note := self._is_amplified(compared)):
+            if suspect.removed == "shares" and (note := self._rounding_in(compared, size)):
                 # The search continues with facts that rounding cannot change.
                 fact = first_fact(compared.first, compared.run)
                 return replace(compared, difference=fact, note=None if fact else note)
@@ -141,6 +141,22 @@ class Search:
         if len(of_world) > _MOST_LINES and not is_enough([Cause("", "world=*")]):
             listed = [suspect for suspect in listed if suspect not in of_world]
         return listed
+
+    def _rounding_in(self, compared: Compared, size: int) -> str | None:
+        """A note if rounding makes this difference: the training amplifies it, or a last bit decides."""
+        if (note := self._is_amplified(compared)) or compared.kind not in SOFT:
+            return note
+        # a mistake stays where this run too starts from changed last bits
+        other = self._experiments.run(size, self.removed, "nudged")
+        if (
+            other.code
+            or follow(compared.first, other, self._experiments.reference(self.removed, "nudged")).difference
+        ):
+            return None
+        return (
+            f"in step {compared.step + 1} a last bit decides, as at the zero of a relu: {other.processes} from changed "
+            "last bits take the same steps; see What rounding is in docs/verify.md"
+        )
 
     def _is_amplified(self, compared: Compared) -> str | None:
         """A note if the training amplifies rounding as much at the first size, from changed last bits; else None."""
