@@ -202,3 +202,41 @@ def test_batches_that_a_generator_wraps_in_objects_are_followed():
     step = STEP.replace("model(x), y", "model(b.x * b.mask), b.y")
     found = _of(f"{BEGIN}{batch}{wrapped}for b in wrapped(train):\n{step}    print(loss.item())\n")
     assert not found.gaps
+
+
+_GROUPED = """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.{norm}(4), nn.Linear(4, 3)
+    def forward(self, x):
+        return self.out(torch.cat([self.norm(part) for part in {parts}]))
+model = Net()
+"""
+
+
+@pytest.mark.parametrize(
+    ("norm", "parts", "is_gap"),
+    [
+        ("BatchNorm1d", "x.chunk(math.ceil(x.shape[0] / 4), 0)", True),
+        ("BatchNorm1d", "torch.split(x, 4)", True),
+        ("LayerNorm", "x.chunk(2)", False),
+        ("BatchNorm1d", "x.chunk(1, 1)", False),
+    ],
+)
+def test_groups_of_samples_that_a_batchnorm_normalizes_are_listed(norm, parts, is_gap):
+    begin = BEGIN.replace("model = nn.Linear(4, 3)\n", _GROUPED.format(norm=norm, parts=parts))
+    gaps = _of(f"import math\n{begin}for x, y in train:\n{STEP}").gaps
+    assert any("BatchNorm normalizes groups of this process's samples" in gap for gap in gaps) == is_gap
+
+
+@pytest.mark.parametrize(
+    ("until", "is_cut"), [("lengths.max()", True), ("2", False), ("x.shape[1] - 1", False)]
+)
+def test_what_forward_cuts_to_a_number_of_the_share_is_noted(until, is_cut):
+    net = "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    net += "        self.net = nn.Linear(4, 3)\n    def forward(self, x, lengths):\n"
+    net += f"        return self.net(x)[:, :{until}]\nmodel = Net()\n"
+    lines = f"for x, y in train:\n{STEP}".replace("model(x)", "model(x, y)")
+    notes = _of(BEGIN.replace("model = nn.Linear(4, 3)\n", net) + lines).notes
+    assert any("each process cuts this to a number of its own samples" in note for note in notes) == is_cut

@@ -7,6 +7,11 @@ from samestep.convert.decisions import Decisions
 from samestep.convert.signatures import NUMBERED, counted
 from samestep.convert.values import NUMBERS, ROWS, TURNED, Kind, Sum, Value, join, other
 
+_CUT = (
+    "each process cuts this to a number of its own samples, with --same too; a mean over what is left is another than "
+    "the serial script's, so mask it, or cut to a size of the whole batch, as x.size(1)"
+)
+
 
 class Elements(Decisions):
     """What an index or a key takes from a value."""
@@ -29,6 +34,7 @@ class Elements(Decisions):
             return self.loss_of_model(node)
         is_tensor = isinstance(node.slice, ast.Tuple)
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS) or (base.kind == Kind.BATCH and is_tensor):
+            self._note_cut(node)
             return self.rows_at(node, base, index)
         if index.is_shared and (chosen := self._chosen(node, base, index)) is not None:
             return chosen
@@ -89,6 +95,13 @@ class Elements(Decisions):
             # an index along the rows chooses some of them; another one chooses within each row
             return Value(Kind.SOME if first is node.slice or along.kind in ROWS else Kind.ROWS)
         return Value(Kind.OTHER, "is of some samples of a share")
+
+    def _note_cut(self, node: ast.Subscript) -> None:
+        """Note a dimension that forward cuts to a number of its share, as in `h[:, :lengths.max()]`."""
+        cuts = [part for part in getattr(node.slice, "elts", ()) if isinstance(part, ast.Slice)]
+        bounds = [bound for cut in cuts for bound in (cut.lower, cut.upper) if bound]
+        if self.in_forward and any(self.value(bound).kind == Kind.OTHER for bound in bounds):
+            self.findings.note(self.source, node, _CUT)
 
     def _at_places(self, node: ast.Subscript, places: Value) -> Value:
         if self.may_total():

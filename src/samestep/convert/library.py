@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from samestep.convert.python import Python
@@ -50,6 +50,10 @@ _GRAPHS = re.compile(r"(batch|graph)\w*$")
 _SIZED_FIRST = {"zeros", "ones", "empty", "full", "rand", "randn", "random"}  # of NumPy
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 _OF_PYTHON = ("builtins.", "itertools.", "tqdm", "copy.", "functools.", "dataclasses.")
+_GROUPS = (
+    "BatchNorm normalizes groups of this process's samples here, and the serial script groups of the whole batch; "
+    "without --same they are the same if each process's share is a multiple of the group"
+)
 
 
 class Library(Python):
@@ -142,7 +146,17 @@ class Library(Python):
         # the first dimension of what is stacked is that of the list, in forward too
         is_stacked = values[0].kind in TURNED and is_reduction
         is_over_rows = over_rows([*named, *dims_of(name, dims)], 0 if is_stacked else self.in_forward)
+        self._note_groups(name, node, values[0], (*named, *dims[1:]))
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
+
+    def _note_groups(self, name: str, node: ast.Call, base: Value, dims: Sequence[ast.expr]) -> None:
+        """Note groups of a share's samples that a layer with a BatchNorm makes in forward."""
+        if not self.in_forward or name not in ("chunk", "split") or base.kind != Kind.ROWS:
+            return
+        layer = next((part for part in self.source.around(node) if isinstance(part, ast.ClassDef)), None)
+        is_over_samples = all(getattr(dimension, "value", None) == 0 for dimension in dims[:1])
+        if layer is not None and is_over_samples and "BatchNorm" in ast.unparse(layer):
+            self.gap(node, _GROUPS)
 
     def _over_second(self, name: str, node: ast.Call, base: Value, dims: list[ast.expr]) -> Value | None:
         """The sum or mean over the second dimension, if the samples are there."""
