@@ -91,7 +91,7 @@ def test_a_stack_of_the_batches_of_a_pass_is_listed_and_a_stack_of_steps_is_not(
 def test_the_order_that_a_rank_draws_is_not_taken_for_the_whole_batch():
     lines = "for x, y in train:\n    out = model(x)\n    both = torch.cat([out, out])\n"
     lines += "    at = torch.randperm(both.size(0))\n    loss = (both - both[at]).pow(2).mean()\n    loss.backward()\n"
-    assert [gap for gap in _of(BEGIN + lines).gaps if "(randperm)" in gap]
+    assert [gap for gap in _of(BEGIN + lines).gaps if "(randperm, " in gap]
 
 
 def test_a_norm_over_the_samples_of_stacked_gradients_is_listed():
@@ -105,7 +105,7 @@ def test_a_norm_over_the_samples_of_stacked_gradients_is_listed():
 def test_the_cause_of_a_value_that_is_made_in_two_ways_is_named():
     lines = "for x, y in train:\n    if wide:\n        loss = model(x[torch.randperm(len(x))]).mean()\n"
     lines += "    else:\n        loss = model(x).mean()\n    loss.backward()\n    optimizer.step()\n"
-    assert [gap for gap in _of(BEGIN + lines).gaps if "(randperm)" in gap]
+    assert [gap for gap in _of(BEGIN + lines).gaps if "(randperm, " in gap]
 
 
 def test_a_loop_that_only_shows_gradients_updates_no_model():
