@@ -147,11 +147,9 @@ class Search:
         if (note := self._is_amplified(compared)) or compared.kind not in SOFT:
             return note
         # a mistake stays where this run too starts from changed last bits
+        nudged = self._experiments.reference(self.removed, "nudged")
         other = self._experiments.run(size, self.removed, "nudged")
-        if (
-            other.code
-            or follow(compared.first, other, self._experiments.reference(self.removed, "nudged")).difference
-        ):
+        if other.code or follow(compared.first, other, nudged).difference:
             return None
         return (
             f"in step {compared.step + 1} a last bit decides, as at the zero of a relu: {other.processes} from changed "

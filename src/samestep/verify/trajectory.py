@@ -222,11 +222,11 @@ def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
     if not is_by_rows and first.num_samples(step) != other.num_samples(step):
         is_even = other.longest == other.length
         yield Difference("batch", step, None, "samples of the batch") if is_even else _uneven(other)
-    if not (
-        are_given_alike(first, other, step)
-        if first.is_untouched
-        else first.batch("samples", step) == other.batch("samples", step)
-    ):
+    if first.is_untouched:
+        is_alike = are_given_alike(first, other, step)
+    else:
+        is_alike = first.batch("samples", step) == other.batch("samples", step)
+    if not is_alike:
         yield Difference("samples", step, None, "samples")
     for rank, steps in enumerate(other.ranks):
         if steps[step].training != mine.training and steps[step].parts:
