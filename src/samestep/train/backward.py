@@ -20,7 +20,8 @@ import torch.distributed as dist
 from samestep.train.first_losses import FirstLosses
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.loss import kind_of, name_of, nodes_before, reduction_of
+from samestep.train.loss import kind_of, leaves_before, name_of, nodes_before, reduction_of
+from samestep.train.passes import Pass
 from samestep.train.script.lines import scripts_frame
 from samestep.train.script.sizes import is_over_samples
 from samestep.train.step import Spine, spine
@@ -95,9 +96,16 @@ class Backward(Member):
         spine.weights.of_leaves = self._weight_for_inputs(outputs) if spine.weights.needs_leaves else 1.0
         spine.weights.of_calls.clear()
         if spine.origins.at_hand is not None:
-            spine.origins.at_hand.of.has_backward = True
+            self._note_backward(spine.origins.at_hand.of, outputs[0])
         with self.group.within("backward"), spine.models.exchanging():
             return self._original(outputs, _times(gradients, spine.weights.of_loss), *args, **options)
+
+    def _note_backward(self, this: Pass, loss: torch.Tensor) -> None:
+        if not this.has_backward:
+            parameters = set(map(id, self._spine.models.parameters()))
+            this.has_backward = True
+            # an attack and a map of what matters derive by an input
+            this.derives_weights = all(id(leaf) in parameters for leaf in leaves_before(loss))
 
     def _run_grad(
         self,

@@ -30,7 +30,8 @@ class Pass:
         self.counted = 0
         # run lengths of its batch sizes so far: [samples on all ranks, how many batches of that size in a row]
         self.sizes: list[list[int]] = []
-        self.is_left = self.is_again = self.has_backward = self.is_evaluated = False
+        self.is_left = self.is_again = self.is_evaluated = False
+        self.has_backward = self.derives_weights = False  # its first loss, and that by nothing else
         self.latest: Share | None = None
         self.loop: Any = None  # of the script, around the call of next() for a batch that is lent to ranks
         # the latest batch's tensors, and its ragged tensors, by their place in the batch

@@ -119,3 +119,12 @@ def test_an_evaluation_that_computes_gradients_says_where_its_last_batches_are_o
     expected = f"ends with batches of {ours} samples, and the serial script's with 6 and 1"
     assert (expected in said.getvalue()) == is_other
     assert bool(said.getvalue()) == is_other
+
+
+@pytest.mark.sizes(2, 3)
+def test_an_evaluation_that_derives_by_its_samples_says_nothing_of_its_last_batches(world):
+    model = samestep.replicate(torch.nn.Linear(2, 1)).eval()
+    with redirect_stderr(StringIO()) as said:
+        for x in samestep.loader(torch.ones(13, 2), 6):
+            model(x.clone().requires_grad_()).mean().backward()
+    assert not said.getvalue()

@@ -296,7 +296,7 @@ class Loader(Generic[Item]):
         this.batches = len(serial)
 
         def is_even() -> bool:
-            if this.has_backward and not this.training and serial.last_sizes != even.last_sizes:
+            if this.derives_weights and not this.training and serial.last_sizes != even.last_sizes:
                 self._group.say(share.differing(serial, even, size))
             # same=True needs the serial script's batches for its draws, and a backward needs all ranks
             return not this.training and (this.has_backward or not self._draws.active)
