@@ -224,13 +224,21 @@ def test_a_partial_of_a_function_of_the_project_is_followed_with_its_arguments()
     assert not _of(script).gaps
 
 
-def test_a_parameter_of_an_optimizer_that_is_in_no_model_is_listed_if_batches_train_it():
-    made = "centres = nn.Parameter(torch.zeros(3, 3))\nopt = torch.optim.SGD([*model.parameters(), centres], 0.1)\n"
+@pytest.mark.parametrize(
+    "made",
+    [
+        "nn.Parameter(torch.zeros(3, 3))",
+        "torch.zeros(3, 3, requires_grad=True)",
+        "torch.eye(3).requires_grad_()",
+    ],
+)
+def test_a_tensor_of_an_optimizer_that_is_in_no_model_is_listed_if_batches_train_it(made):
+    made = f"centres = {made}\nopt = torch.optim.SGD([*model.parameters(), centres], 0.1)\n"
     loop = (
         f"{made}for x, y in train:\n    (model(x) - centres[y]).square().mean().backward()\n    opt.step()\n"
     )
     (gap,) = _of(f"{BEGIN}{loop}").gaps
-    assert "this parameter is in no model" in gap
+    assert "write `centres.grad = samestep.mean(centres.grad)`" in gap
 
 
 def test_lists_of_batches_that_map_joins_are_gathered_where_they_are_used():

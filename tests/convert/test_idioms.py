@@ -368,7 +368,7 @@ def test_a_parameter_alone_that_learns_from_what_a_pass_collected_is_listed(ends
         f"outs, ys = torch.cat(xs), torch.cat(ys)\n{begin}    l = F.cross_entropy(outs / heat, ys)\n{ends}"
     )
     (gap,) = _of(f"{BEGIN}for x, y in train:\n{STEP}{COLLECT}{lines}").gaps
-    assert "this parameter is in no model" in gap
+    assert "heat is in no model, and its loss is of what a pass collected" in gap
 
 
 def test_rows_that_are_mixed_with_rows_in_another_order_are_listed():

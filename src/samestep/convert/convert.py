@@ -30,8 +30,12 @@ _TWO_LOSSES = "one loss is a sum over samples and another a mean; make both mean
 _NO_MODEL = "no optimizer gets the parameters of a torch.nn.Module, so there is no model to replicate"
 _NO_LOADER = "there is no DataLoader to share, so each process would train on all samples"
 _ALONE = (
-    "this parameter is in no model, so nothing exchanges its gradient; put it into a Module whose forward uses it, and "
-    "call that in the loop"
+    "{0} is in no model, so nothing exchanges its gradient; after backward() write "
+    "`{0}.grad = samestep.mean({0}.grad)`, or samestep.sum(...) for a sum over samples; see docs/losses.md"
+)
+_ALONE_AFTER = (
+    "{0} is in no model, and its loss is of what a pass collected, of which each process has a part; compute the loss "
+    "from samestep.gather(...) of that"
 )
 _GATHERED = "call it with samestep.gather(...) of these values"
 _BESIDE = {"transformers", "xformers"}  # also used by scripts with a loop of their own
@@ -192,17 +196,19 @@ def _replicate(followed: Follower, script: Source) -> None:
 
 
 def _check_alone(followed: Follower) -> None:
-    """Note a parameter that is in no model, if a loop over batches uses it: nothing exchanges its gradient."""
+    """Note a tensor that is trained and in no model: nothing exchanges its gradient."""
     findings = followed.findings
     for made, source in followed.parameters_alone:
-        loops: list[ast.AST] = [
+        places: list[ast.AST] = [
             node for node in ast.walk(source.tree) if isinstance(node, ast.For | ast.While)
         ]
-        loops = [node for node in loops if findings.over.get(source.span(node)) == "batches"]
-        loops += [node for node, file in followed.trained_alike.items() if file is source]
-        used = {part.id for loop in loops for part in ast.walk(loop) if isinstance(part, ast.Name)}
-        if used & {*map(ast.unparse, getattr(source.parents[made], "targets", ()))}:
-            findings.gap(source, made, _ALONE)
+        reasons = {node: _ALONE for node in places if findings.over.get(source.span(node)) == "batches"}
+        reasons |= {node: _ALONE_AFTER for node, file in followed.trained_alike.items() if file is source}
+        for node, reason in reasons.items():
+            used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            for name in map(ast.unparse, getattr(source.parents[made], "targets", ())):
+                if name in used:
+                    findings.gap(source, made, reason.format(name))
 
 
 def _replicate_copies(followed: Follower, done: set[object]) -> None:

@@ -132,10 +132,19 @@ class Optimizers(Member):
         call = f"samestep's check of {type(optimizer).__name__}.step"
         if len(set(self.group.all_gather(call, digest))) > 1:
             name = _name_of(unowned[0], self.group.hidden)
+            remedy = (
+                "write model = samestep.replicate(model) before the loop, and for a copy that is trained "
+                "samestep.replicate(copy)"
+            )
+            if not name:
+                name, total = (
+                    f"a tensor of shape {list(unowned[0].shape)}",
+                    "sum" if self._spine.models.adds() else "mean",
+                )
+                remedy = f"with t for the tensor write t.grad = samestep.{total}(t.grad) after backward()"
             raise UsageError(
-                f"{type(optimizer).__name__} steps {name}, which belongs to no replica: its gradient "
-                "differs on each rank; write model = samestep.replicate(model) before the loop, and for a copy that is "
-                "trained samestep.replicate(copy)"
+                f"{type(optimizer).__name__} steps {name}, which belongs to no replica: its gradient differs on each "
+                f"rank; {remedy}"
             )
 
     def _of_whole_batch(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -151,11 +160,11 @@ class Optimizers(Member):
 
 
 def _name_of(parameter: torch.Tensor, hidden: Hidden) -> str:
-    """`fc.weight of Net`, found among all modules in memory."""
+    """`fc.weight of Net`, found among all modules in memory; empty if none has the parameter."""
     names = [
         (len(name), f"{name} of {type(root).__name__}")
         for root in alive(torch.nn.Module, hidden)
         for name, named in root.named_parameters()
         if named is parameter
     ]
-    return max(names)[1] if names else f"a parameter of shape {list(parameter.shape)}"
+    return max(names)[1] if names else ""

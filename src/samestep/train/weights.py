@@ -28,6 +28,11 @@ class Weights:
         """The factor that takes a gradient of the running backward to the one that a leaf should have."""
         return self.of_leaves / self.of_loss if self.of_loss else 1.0
 
+    @property
+    def to_own(self) -> float:
+        """The factor that takes a gradient of the running backward to that of this rank's loss."""
+        return 1.0 / self.of_loss if self.of_loss else 1.0
+
     def of_mean(self, models: Models) -> float:
         """The weight of this rank's mean over the batch at hand in an average over ranks."""
         share = self._origins.trained

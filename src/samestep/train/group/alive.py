@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 _Kind = TypeVar("_Kind")
 
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-_SEARCHED = (*_BUFFERED, torch.Tensor, torch.nn.Module, _BaseDataLoaderIter)
+_SEARCHED = (*_BUFFERED, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, _BaseDataLoaderIter)
 
 Hidden = Sequence[weakref.ref[Any]]
 
