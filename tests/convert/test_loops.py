@@ -161,6 +161,12 @@ def test_a_cycle_of_a_loader_becomes_the_loaders_own():
         assert "batches = train.cycle()\n" in _after(text)
 
 
+def test_the_methods_of_an_iterator_are_those_functions_of_python():
+    lines = "batches = train.__iter__()\nfor _ in range(3):\n    x, y = batches.__next__()\n"
+    assert "print(samestep.mean(loss.item()))" in _after(f"{BEGIN}{lines}{STEP}    print(loss.item())\n")
+    assert not _of(f"{BEGIN}{lines}{STEP}").gaps
+
+
 INNER = (
     "def forever(loader):\n    while True:\n        yield from loader\nbatches, held = forever(train), forever(test)\n"
     "for step in range(9):\n    for _ in range(2):\n        x, y = next(batches)\n"

@@ -59,6 +59,9 @@ class Calls(Library):
             receiver = node.func.value  # type: ignore[attr-defined]
             self.findings.edit(Edit(self.source, self.source.end(receiver), self.source.end(node.func), ""))
             return self._call_of_object(base, node, *self._arguments(node))
+        if name in ("__next__", "__iter__") and base.kind in ("each", "loader"):
+            of_python = self._python_next if name == "__next__" else self._python_iter
+            return of_python(node, [base], base)
         if base.kind == "loss" or (name, base.kind) == ("type_as", Kind.ALIKE):
             return base
         if base.kind == "metric":
