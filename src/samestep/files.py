@@ -124,19 +124,19 @@ def open_directory(directory: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def open_regular(path: Path, depth: int = 1) -> int:
+def open_regular(path: Path, depth: int = 1, way: int = os.O_RDONLY) -> int:
     """A descriptor of a regular file in a directory that others may write: no pipe, no device, no link."""
     # The last `depth` parts of the path must not be links. Raises OSError.
     *folders, name = path.parts[-depth:]
     fd = os.open(path.parents[depth - 1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         for part in folders:
-            outer, fd = fd, os.open(part, flags | os.O_DIRECTORY, dir_fd=fd)
+            outer, fd = fd, os.open(part, os.O_RDONLY | os.O_DIRECTORY | flags, dir_fd=fd)
             os.close(outer)
         # checked before the open: opening a device may have an effect
         if stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-            opened = os.open(name, flags, dir_fd=fd)
+            opened = os.open(name, way | flags, dir_fd=fd)
             if stat.S_ISREG(os.fstat(opened).st_mode):
                 return opened
             os.close(opened)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from errno import EPERM
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
 
 from samestep import files
@@ -20,7 +20,8 @@ from samestep.text import reason_of
 
 _RECORD_BYTES = 4 << 20
 _FOLDERS = ("logs", "pulse", "failures")
-# At this signal a worker writes the Python stack of its threads. No library that torch users know uses it.
+# At this signal a worker writes the Python stack of its threads, whether or not one of them holds the GIL. No library
+# that torch users know uses it.
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 # The variables that hold the descriptors of the memory in which the launcher keeps rank 0's state.
 SLOTS = ("SAMESTEP_SLOT_A", "SAMESTEP_SLOT_B")
@@ -34,15 +35,18 @@ WAITS = ("exchange", "call")
 COMPUTE = ("forward", "backward", "optimizer", "user", "evaluation")
 PHASES = ("start", "data", *COMPUTE, *WAITS, "checkpoint", "end", "other")
 
-# A pulse file holds _MAGIC, _OPENED, _RAISED, a checksum of _BEAT, and _BEAT; the checksum reveals a half-written beat.
-_MAGIC = b"pulse\0\0\x08"
+# A pulse file holds _MAGIC, _OPENED, _RAISED, _ASKED, a checksum of _BEAT, and _BEAT. The checksum reveals a beat that
+# is half written.
+_MAGIC = b"pulse\0\0\x09"
 _OPENED = struct.Struct("<16sid")  # device, process, seconds that a rank waits for another
 _RAISED = struct.Struct("<i160s")  # the thread that writes this; the exception that the script handles now
+_ASKED = struct.Struct("<I")  # how often another process has asked for the stacks of this one
 # step, epoch, Unix and monotonic time, thread, phase, its begin, waits, call
 _BEAT = struct.Struct("<qiddQI16sdQ160s")
 _CHECKSUM = struct.Struct("<I")
 _AT_RAISED = len(_MAGIC) + _OPENED.size
-_AT_CHECKSUM = _AT_RAISED + _RAISED.size
+_AT_ASKED = _AT_RAISED + _RAISED.size
+_AT_CHECKSUM = _AT_ASKED + _ASKED.size
 _AT_BEAT = _AT_CHECKSUM + _CHECKSUM.size
 _PULSE_BYTES = _AT_BEAT + _BEAT.size
 
@@ -64,7 +68,9 @@ class PulseReading(NamedTuple):
     raised: str = ""
     # Python's and the kernel's number of a thread that trains; 0: the main thread
     thread: tuple[int, int] = 0, 0
-    watcher: int = 0  # the kernel's number of a thread of samestep, which a signal does not disturb
+    watcher: int = (
+        0  # the kernel's number of a thread of samestep, which answers, and which a signal does not disturb
+    )
 
 
 class Pulse:
@@ -73,6 +79,7 @@ class Pulse:
     def __init__(self, path: Path, device: str = "cpu", patience_s: float = 600.0) -> None:
         self._step, self._epoch, self._waits, self._patience_s = -1, 0, 0, patience_s
         self._memory = files.in_memory(path, _MAGIC, _PULSE_BYTES)
+        self.stacks: BinaryIO | None = None  # where it writes the stacks of its threads if it is asked to
         self.follow(threading.current_thread())
         self.take(device)
 
@@ -97,6 +104,11 @@ class Pulse:
         self._waits += phase in WAITS
         self._phase = phase.encode(), now, self._waits, call.encode(errors="replace")
         self._write(now)
+
+    @property
+    def asked(self) -> int:
+        """How often another process has asked for the stacks of this one."""
+        return int(_ASKED.unpack_from(self._memory, _AT_ASKED)[0])
 
     def note_raised(self, raised: str) -> None:
         """Write this thread, and the exception that this process handles now, such as in `finally`; "": none."""
@@ -138,12 +150,18 @@ def pulse_in(file: int) -> PulseReading | None:
     return PulseReading(*beat, raised, (number, native), watcher)
 
 
+def ask_for_stacks(file: int) -> None:
+    """Ask the worker of an open pulse file to write the stacks of its threads; raises OSError."""
+    asked = int.from_bytes(os.pread(file, _ASKED.size, _AT_ASKED), "little")
+    os.pwrite(file, _ASKED.pack((asked + 1) % 2**32), _AT_ASKED)
+
+
 def log_path(run: Path, rank: int) -> Path:
     return run / "logs" / f"rank-{rank}.log"
 
 
 def stack_path(run: Path, rank: int) -> Path:
-    """The file to which a rank writes its Python stack at STACK_SIGNAL."""
+    """The file to which a rank writes its Python stacks when it is asked to."""
     return run / "logs" / f"rank-{rank}.stack"
 
 

@@ -10,7 +10,7 @@ from samestep.cli.output import harmless, print_json, verb
 from samestep.files import open_regular
 from samestep.hang import ABSENT, LEAST_S, Hang, RankState, find_hang, state_of
 from samestep.measure.runs import Run, find_run
-from samestep.rundir import stack_path
+from samestep.rundir import pulse_path, stack_path
 from samestep.start.sight import look_at
 from samestep.text import counted, figures
 
@@ -79,8 +79,12 @@ def _seen(run: Run, state: RankState) -> RankState:
         held = map(os.readlink, Path(f"/proc/{pulse.pid if pulse else 0}/fd").iterdir())
         if pulse is None or str(stacks) not in held:
             return state
-        with open(open_regular(stacks, 2), "rb") as file:
-            sight = look_at(pulse, file.fileno())
+        asks = pulse_path(run.path, state.rank)
+        with (
+            open(open_regular(stacks, 2), "rb") as file,
+            open(open_regular(asks, 2, os.O_RDWR), "r+b") as asked,
+        ):
+            sight = look_at(pulse, asked.fileno(), file.fileno())
     except OSError:
         return state
     return state._replace(line=sight.frame.place if sight.frame else "", does=sight.does)

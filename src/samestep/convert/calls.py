@@ -59,16 +59,18 @@ class Calls(Library):
             receiver = node.func.value  # type: ignore[attr-defined]
             self.findings.edit(Edit(self.source, self.source.end(receiver), self.source.end(node.func), ""))
             return self._call_of_object(base, node, *self._arguments(node))
-        if name in ("__next__", "__iter__") and base.kind in ("each", "loader"):
-            of_python = self._python_next if name == "__next__" else self._python_iter
-            return of_python(node, [base], base)
         if base.kind == "loss" or (name, base.kind) == ("type_as", Kind.ALIKE):
             return base
         if base.kind == "metric":
             return self._of_metric(base, node, name)
         if name == "format" and isinstance(text := node.func.value, ast.Constant):  # type: ignore[attr-defined]
             self.fields(node, text)
-        if base.kind in _DATA or (base.kind == Kind.ALIKE and name in NAMED["list"] | NAMED["looked"]):
+        is_iterated = base.kind == "loader" and name == "__iter__"
+        if (
+            base.kind in _DATA
+            or is_iterated
+            or (base.kind == Kind.ALIKE and name in NAMED["list"] | NAMED["looked"])
+        ):
             return self.method(node, base, name).bare
         callee = self.value(node.func)
         if callee.kind == "metric":

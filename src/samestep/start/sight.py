@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import NamedTuple
 import psutil
 
 from samestep.failure import Frame, torchs_wait, users_frame
-from samestep.rundir import STACK_SIGNAL, PulseReading
+from samestep.rundir import STACK_SIGNAL, PulseReading, ask_for_stacks
 from samestep.tracebacks import stack_in
 
-_ANSWER_S = 1.0  # for a process to write its stacks
+_ANSWER_S = 2.0  # for a process to write its stacks
+_VAIN_TURNS = 20  # of a thread that waits for the GIL; one that runs Python gives it away at the first
 _POLL_S = 0.01
 _LOADING = "/torch/utils/data/dataloader.py"
 _WORKS, _FETCHES = "/torch/utils/data/_utils/worker.py", "/torch/utils/data/_utils/fetch.py"
@@ -41,13 +42,16 @@ class Sight(NamedTuple):
     has_left: bool = False  # whether its main thread is past the end of the script
 
 
-def look_at(pulse: PulseReading, stacks: int | None) -> Sight:
-    """What a rank does, from the stack of its thread that trains, or from its loader worker's, in `stacks`."""
+def look_at(pulse: PulseReading, asks: int, stacks: int | None) -> Sight:
+    """What a rank does, from the stack of its thread that trains, or from its loader worker's, in `stacks`.
+
+    The rank is asked for it in its open pulse file `asks`.
+    """
     pid = pulse.pid
     if does := _state(pid):
         return Sight(does)
     before = switches(pid, pulse.thread[1])
-    dump = _dumped(pid, stacks, pulse.watcher)
+    dump = _asked(pid, asks, stacks, pulse.watcher)
     stack = stack_in(dump, pulse.thread[0])
     frame = users_frame(stack)
     if dump and len(stack) < _MOST_FRAMES and not any(outer.name in _OUTERMOST for outer in stack):
@@ -64,7 +68,7 @@ def look_at(pulse: PulseReading, stacks: int | None) -> Sight:
         waits = f"waits for its loader worker (pid {worker}), which"
         if does := _state(worker):
             return Sight(f"{waits} {does}", frame)
-        if own := _working_at(stack_in(_dumped(worker, stacks))):
+        if own := _working_at(stack_in(_signalled(worker, stacks))):
             return Sight(f"{waits} {own.doing}", own)
     has_slept = switches(pid, pulse.thread[1]) == before
     wait = torchs_wait(stack, pulse.thread[1] or pid) if has_slept else ""
@@ -100,17 +104,35 @@ def status_of(pid: int) -> str:
         return str(psutil.STATUS_ZOMBIE)
 
 
-def _dumped(pid: int, stacks: int | None, thread: int = 0) -> str:
+def _asked(pid: int, asks: int, stacks: int | None, watcher: int) -> str:
+    """The stacks that a rank's watching thread writes when it is asked, or at a signal if it cannot get the GIL."""
+    # A signal makes a thread write without the GIL. That is safe where another holds the GIL in C, since then no frame
+    # changes. While a thread runs Python it would read frames that end meanwhile, and the process would crash.
+    if stacks is None or not os.path.exists(f"/proc/{pid}/task/{watcher}"):
+        return _signalled(pid, stacks)
+    before, turns = os.fstat(stacks).st_size, switches(watcher)
+    with suppress(OSError):  # the file is gone
+        ask_for_stacks(asks)
+    if text := _written(stacks, before, lambda: switches(watcher) - turns > _VAIN_TURNS):
+        return text
+    return _signalled(pid, stacks, watcher) if switches(watcher) - turns > _VAIN_TURNS else ""
+
+
+def _signalled(pid: int, stacks: int | None, thread: int = 0) -> str:
     """The stacks that the process writes when this thread gets the signal; "" if it does not handle it."""
     if STACK_SIGNAL is None or stacks is None or not _listens(pid):
         return ""
     before = os.fstat(stacks).st_size
-    # Linux gives a signal to the thread of this number, if it can; in the main thread it would end a `sleep` of C
-    is_there = thread and os.path.exists(f"/proc/{pid}/task/{thread}")
     with suppress(OSError):
-        os.kill(thread if is_there else pid, STACK_SIGNAL)
+        # Linux gives a signal to the thread of this number, if it can; in the main thread it would end a `sleep` of C
+        os.kill(thread or pid, STACK_SIGNAL)
+    return _written(stacks, before)
+
+
+def _written(stacks: int, before: int, is_vain: Callable[[], bool] = lambda: False) -> str:
+    """What is written behind the first bytes of this file, as soon as it does not grow any more."""
     until, text = time.monotonic() + _ANSWER_S, ""
-    while time.monotonic() < until:
+    while time.monotonic() < until and (text or not is_vain()):
         time.sleep(_POLL_S)
         now = os.pread(stacks, _MOST_BYTES, before).decode(errors="replace")
         if now and now == text:

@@ -220,7 +220,7 @@ class Watch:
         for path in (stack_path(self._run, rank), pulse_file := pulse_path(self._run, rank)):
             if path not in self._files:
                 with suppress(OSError):
-                    self._files[path] = open_regular(path, 2)
+                    self._files[path] = open_regular(path, 2, os.O_RDWR)
         with suppress(OSError, KeyError):  # of a network file system; it is not there yet
             pulse = pulse_in(self._files[pulse_file])
             return pulse if pulse and pulse.monotonic > self._began else None  # not an earlier start's
@@ -270,7 +270,8 @@ class Watch:
 
     def _look_at_rank(self, rank: int, pulse: PulseReading) -> None:
         stacks = self._files.get(stack_path(self._run, rank))
-        self._seen[rank] = pulse.phase_began, look_at(pulse, stacks)
+        asks = self._files[pulse_path(self._run, rank)]
+        self._seen[rank] = pulse.phase_began, look_at(pulse, asks, stacks)
         # writing a stack is no progress
         self._idle[rank] = switches(pulse.pid, pulse.thread[1]), self._idle[rank][1]
 

@@ -24,7 +24,7 @@ from samestep.train.group.control import LEFT, Join, exchange, place_of
 from samestep.train.group.leaving import Leaving
 from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output
-from samestep.train.group.watch import MutualWatch, note_raised
+from samestep.train.group.watch import MutualWatch, keep_pulse
 
 T = TypeVar("T", bound="Member")
 _PIECE = 1 << 24
@@ -77,8 +77,8 @@ class Group:
         self._watch = MutualWatch(self, tree) if tree and world.launcher != "samestep" else None
         self.leaving = Leaving(self, self._watch, output)
         self._closed = threading.Event()
-        if tree and pulse and self._watch is None:
-            threading.Thread(target=note_raised, args=(pulse, self._closed), daemon=True).start()
+        if tree and pulse:
+            threading.Thread(target=keep_pulse, args=(pulse, self._closed), daemon=True).start()
 
     @property
     def is_connected(self) -> bool:
@@ -260,7 +260,7 @@ class Group:
 
 
 def open_pulse(rank: int, timeout: timedelta) -> Pulse | None:
-    """This rank's pulse, in which it waits in init from now on; at a signal it writes the stacks of its threads."""
+    """This rank's pulse, in which it waits in init from now on; if asked, it writes its threads' stacks."""
     if (path := pulse_of(os.environ, rank)) is None:
         return None
     try:
@@ -269,8 +269,9 @@ def open_pulse(rank: int, timeout: timedelta) -> Pulse | None:
         if STACK_SIGNAL is not None:
             stacks = stack_path(path.parents[1], rank)
             file = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            pulse.stacks = open(file, "ab", buffering=0)  # noqa: SIM115
             # it keeps the file, and writes also while a thread holds the GIL; children do so too
-            faulthandler.register(STACK_SIGNAL, open(file, "ab", buffering=0), all_threads=True)  # noqa: SIM115
+            faulthandler.register(STACK_SIGNAL, pulse.stacks, all_threads=True)
         return pulse
     except OSError as error:
         say(

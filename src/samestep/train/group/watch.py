@@ -7,6 +7,7 @@ Under srun a step with a rank that gives no answer is killed once the others hav
 hangs before init's timeout, unless `samestep stop` asks for it.
 """
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -40,6 +41,7 @@ from samestep.rundir import STOP, WAITS, Pulse, own_run
 from samestep.tracebacks import recorded_traceback
 
 _LOOK_S = 1.0
+_ANSWER_S = 0.25
 # at most so many messages a second reach a rank, from all ranks together
 _MESSAGES = 500
 _WORTH_TELLING_S = 2.0
@@ -233,11 +235,17 @@ class MutualWatch:
         return [RankState(rank, -1, "other", "", -1, 0.0, does=_SILENT) for rank in silent]
 
 
-def note_raised(pulse: Pulse, closed: threading.Event) -> None:
-    """Write into the pulse what the script raises or handles, until the group is closed: a thread's loop."""
+def keep_pulse(pulse: Pulse, closed: threading.Event) -> None:
+    """Write what the script raises or handles, and the threads' stacks when they are asked for: a thread's loop."""
     pulse.note_raised("")
-    while not closed.wait(_LOOK_S):
+    asked = pulse.asked
+    while not closed.wait(_ANSWER_S):
         pulse.note_raised(_raised())
+        if asked != pulse.asked and pulse.stacks is not None:
+            asked = pulse.asked
+            faulthandler.dump_traceback(
+                pulse.stacks
+            )  # it holds the GIL, so no other thread's frames change meanwhile
 
 
 def _raised() -> str:
