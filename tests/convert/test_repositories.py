@@ -88,6 +88,14 @@ def test_a_stack_of_the_batches_of_a_pass_is_listed_and_a_stack_of_steps_is_not(
     assert not _of(f"{BEGIN}for x, y in train:\n{steps}").gaps
 
 
+def test_a_stack_of_the_losses_of_a_batch_is_a_number_of_the_batch():
+    lines = "losses = torch.stack([F.cross_entropy(out, y) for out in (model(x), model(x))])\n    total += losses\n"
+    text = f"{BEGIN}total = 0\nfor x, y in train:\n    {lines}    losses.sum().backward()\nprint(total)\n"
+    assert not _of(text).gaps
+    assert "total += losses * train.share" in _after(text)
+    assert "print(samestep.sum(total))" in _after(text)
+
+
 def test_the_order_that_a_rank_draws_is_not_taken_for_the_whole_batch():
     lines = "for x, y in train:\n    out = model(x)\n    both = torch.cat([out, out])\n"
     lines += "    at = torch.randperm(both.size(0))\n    loss = (both - both[at]).pow(2).mean()\n    loss.backward()\n"

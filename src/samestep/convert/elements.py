@@ -82,8 +82,9 @@ class Elements(Decisions):
             if bounds and {*bounds} <= {Kind.COUNT, Kind.PART}:
                 is_first = bounds == [Kind.COUNT] and first.lower is None
                 return Value(Kind.ROWS if is_first else Kind.VIEWS)
-        if isinstance(first, ast.Slice) and first is not node.slice and self._has_time_first():
-            is_all = not index.is_shared  # tgt[:-1, :] cuts time
+        is_cut = isinstance(first, ast.Slice) and (first is not node.slice or _is_without_ends(first))
+        if is_cut and self._has_time_first():
+            is_all = not index.is_shared  # tgt[:-1, :] and out[1:] cut time
         along = Value() if is_all else self.value(first)
         if along.kind == Kind.OTHER and along.of == NUMBERED and first is not node.slice:
             return Value(Kind.ROWS)  # an element of each row, as in x[np.arange(len(x)), y]
@@ -115,3 +116,9 @@ class Elements(Decisions):
 
     def _has_time_first(self) -> bool:
         return self.batches is not None and not self.batches.sizes.isdisjoint(self.time_first)
+
+
+def _is_without_ends(cut: ast.Slice) -> bool:
+    """Whether it leaves out the first element or the last one, as `[1:]` and `[:-1]`."""
+    lower, upper = (bound and ast.unparse(bound) for bound in (cut.lower, cut.upper))
+    return lower in (None, "1") and upper in (None, "-1") and lower is not upper

@@ -135,8 +135,8 @@ class Library(Python):
             return counted(values[0], self.batches)
         if name in NAMED["joined"] and self.is_of_batch(node.args[0], values[0]):
             values = [Value("list", {0: values[0], 1: values[0]}), *values[1:]]  # the views that it holds
-        filled = values[0].of.get(None) if values[0].kind == "list" else None
-        if name in NAMED["stacked"] and filled is not None and isinstance(filled.of, Loop):
+        filled = values[0].of.get(None, Value()) if values[0].kind == "list" else Value()
+        if name in NAMED["stacked"] and filled.kind in ROWS and isinstance(filled.of, Loop):
             return Value(Kind.OTHER, STACKS)
         shape = [*map(ast.unparse, dims)]
         if not self.in_forward and values[0].kind in ROWS and turns(name, shape):

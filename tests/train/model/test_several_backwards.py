@@ -96,6 +96,26 @@ def test_a_parameter_that_only_one_rank_uses_in_the_second_backward_is_averaged(
         torch.testing.assert_close(mine.grad, wanted.grad / world.size)
 
 
+def test_a_backward_of_one_output_calls_no_hook_of_the_other_also_without_a_share(world):
+    model, called = samestep.replicate(Two()), []
+
+    def hook(gradient):
+        called.append(gradient is not None)
+        return 2 * gradient
+
+    for parameter in model.second.parameters():
+        parameter.register_hook(hook)
+    for (x,) in samestep.loader(TensorDataset(torch.ones(7, 3).double()), 6):
+        first, second = model(x)
+        first.mean().backward(retain_graph=True)
+        assert not called
+        assert all(parameter.grad is None for parameter in model.second.parameters())
+        second.mean().backward()
+        assert called == [True] * len(called) != []
+        called.clear()
+        model.zero_grad()
+
+
 class Spare(nn.Module):
     """Of which some parts are used in some steps, and by some ranks."""
 

@@ -30,23 +30,19 @@ class _Weighed(torch.autograd.Function):
     # double backward, as of a gradient penalty, the two directions change places.
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: float, way: str, factor: float, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, weight: float, way: str, factor: float, tensor: torch.Tensor) -> torch.Tensor:
         ctx.weight, ctx.way, ctx.factor = weight, way, factor
         ctx.set_materialize_grads(False)
-        return tuple(times(tensor, factor) for tensor in tensors)
+        return times(tensor, factor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         way, missing = ctx.way, spine().weights.missing(ctx.weight)
         factor = ctx.factor * missing if way == _IN else ctx.factor / (missing or 1.0)
-        if factor == 1.0 and not torch.is_grad_enabled():
-            return (None, None, None, *gradients)
-        given = [gradient for gradient in gradients if gradient is not None]
-        other_way = _OUT if way == _IN else _IN
-        scaled = iter(_Weighed.apply(ctx.weight, other_way, factor, *given))  # type: ignore[no-untyped-call]
-        return (None, None, None, *(None if gradient is None else next(scaled) for gradient in gradients))
+        if gradient is not None and (factor != 1.0 or torch.is_grad_enabled()):
+            other_way = _OUT if way == _IN else _IN
+            gradient = _Weighed.apply(ctx.weight, other_way, factor, gradient)  # type: ignore[no-untyped-call]
+        return None, None, None, gradient
 
 
 def times(gradient: torch.Tensor, weight: float) -> torch.Tensor:
@@ -72,19 +68,17 @@ def weighed_call(
 
 
 def _weighed(value: Any, weight: float, way: str) -> Any:
-    tensors: dict[int, torch.Tensor] = {}
+    # one by one: a node of all outputs would hand None to the hooks of those that the loss does not reach
+    changed: dict[
+        int, tuple[torch.Tensor, torch.Tensor]
+    ] = {}  # with the tensor, whose id is another's once it is gone
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensors[id(tensor)] = tensor
-        return tensor
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad and id(tensor) not in changed:
+            changed[id(tensor)] = tensor, _Weighed.apply(weight, way, 1.0, tensor)  # type: ignore[no-untyped-call]
+        return changed[id(tensor)][1] if id(tensor) in changed else tensor
 
-    map_tensors(note, value)
-    if not tensors:
-        return value
-    weighed = _Weighed.apply(weight, way, 1.0, *tensors.values())  # type: ignore[no-untyped-call]
-    changed = dict(zip(tensors, weighed, strict=True))
-    return map_tensors(lambda tensor: changed.get(id(tensor), tensor), value)
+    return map_tensors(change, value)
 
 
 def _weigh_leaves(spine: Spine, tensor: torch.Tensor) -> torch.Tensor:
@@ -107,9 +101,9 @@ def share_weight(share: Share | None, size: int, *, sums: bool) -> float:
     return 1.0 if share is None else share.weight(size)
 
 
-def drop_gradient(spine: Spine, gradient: torch.Tensor) -> torch.Tensor | None:
+def drop_gradient(spine: Spine, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """A parameter's hook: where the loss has weight 0, the gradient is 0, also where it is NaN."""
-    if spine.weights.of_loss:
+    if spine.weights.of_loss or gradient is None:
         return None
     if not torch.is_grad_enabled():
         return torch.zeros_like(gradient)
