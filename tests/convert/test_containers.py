@@ -256,3 +256,14 @@ def test_a_batch_that_is_kept_for_the_next_turn_is_of_an_earlier_batch_there():
     assert "the loss is of an earlier batch, of which this process may have another part" in gap
     step = STEP.replace("model(x)", "model(kept)")
     assert not _of(f"{BEGIN}for x, y in train:\n    kept = x\n{step}").gaps
+
+
+def test_the_methods_of_an_iterator_are_those_functions_of_python():
+    lines = "batches = train.__iter__()\nfor _ in range(3):\n    x, y = batches.__next__()\n"
+    assert "print(samestep.mean(loss.item()))" in _after(f"{BEGIN}{lines}{STEP}    print(loss.item())\n")
+    assert not _of(f"{BEGIN}{lines}{STEP}").gaps
+
+
+def test_tensors_that_a_star_hands_to_a_function_of_torch_are_followed():
+    lines = "    loss = F.pairwise_distance(*[model(x), model(x)]).mean()\n    loss.backward()\n"
+    assert not _of(f"{BEGIN}for x, y in train:\n{lines}").gaps

@@ -59,11 +59,6 @@ def test_a_meter_of_a_loss_over_pairs_gets_the_whole_batch_on_every_rank():
     assert "    meter.update(loss.item(), samestep.sum(len(y)))\nprint(meter.sum / meter.count)\n" in made
 
 
-def test_tensors_that_a_star_hands_to_a_function_of_torch_are_followed():
-    lines = f"    loss = F.pairwise_distance(*[model(x), model(x)]).mean()\n{LOSS}"
-    assert not _of(f"{BEGIN}for x, y in train:\n{lines}").gaps
-
-
 def test_a_divergence_of_what_the_model_returns_from_a_prior_is_one_of_each_sample():
     model = (
         "from torch.distributions import Normal, kl_divergence\nclass Net(nn.Module):\n"
@@ -159,12 +154,6 @@ def test_a_cycle_of_a_loader_becomes_the_loaders_own():
         )
         assert not _of(f"{text}    print(loss.item())\n").gaps
         assert "batches = train.cycle()\n" in _after(text)
-
-
-def test_the_methods_of_an_iterator_are_those_functions_of_python():
-    lines = "batches = train.__iter__()\nfor _ in range(3):\n    x, y = batches.__next__()\n"
-    assert "print(samestep.mean(loss.item()))" in _after(f"{BEGIN}{lines}{STEP}    print(loss.item())\n")
-    assert not _of(f"{BEGIN}{lines}{STEP}").gaps
 
 
 INNER = (

@@ -68,10 +68,9 @@ def weighed_call(
 
 
 def _weighed(value: Any, weight: float, way: str) -> Any:
-    # one by one: a node of all outputs would hand None to the hooks of those that the loss does not reach
-    changed: dict[
-        int, tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # with the tensor, whose id is another's once it is gone
+    # One by one: a node of all outputs would hand None to the hooks of those that the loss does not reach. Kept
+    # with the tensor, since its id would be another's once it is gone.
+    changed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad and id(tensor) not in changed:
