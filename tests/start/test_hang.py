@@ -382,11 +382,11 @@ def test_a_run_that_was_suspended_as_a_whole_is_no_hang(launcher):
         samestep.sum(1)
         """
     )
-    started = launcher.start("-n", "2", "--hang-timeout", "7", "train.py")
+    started = launcher.start("-n", "2", "--hang-timeout", "12", "train.py")
     pids = {int(pid) for rank in range(2) for pid in started.wait_for_lines(f"pids{rank}")[0].split()}
     assert len(pids) == 3
     time.sleep(1)
-    for number, seconds in ((signal.SIGSTOP, 9), (signal.SIGCONT, 0)):
+    for number, seconds in ((signal.SIGSTOP, 14), (signal.SIGCONT, 0)):
         for pid in pids:
             os.kill(pid, number)
         time.sleep(seconds)
