@@ -11,9 +11,11 @@ import pytest
 from samestep.errors import UsageError
 from samestep.rundir import (
     Pulse,
+    ask_for_stacks,
     begin_run,
     create_run,
     log_path,
+    pulse_in,
     pulse_of,
     pulse_path,
     read_pulse,
@@ -171,11 +173,23 @@ while True:
     assert len(seen) > 10
 
 
+def test_a_pulse_says_how_often_its_stacks_were_asked_for(tmp_path):
+    pulse = Pulse(tmp_path / "rank-0")
+    pulse.beat(3)
+    with open(tmp_path / "rank-0", "r+b") as file:
+        assert pulse.asked == 0
+        ask_for_stacks(file.fileno())
+        ask_for_stacks(file.fileno())
+        assert pulse.asked == 2
+        assert pulse_in(file.fileno()).step == 3
+
+
 def test_a_pulse_of_another_version_is_none(tmp_path):
     path = tmp_path / "rank-0"
     Pulse(path).beat(1)
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b"pulse\0\0\x08", b"pulse\0\0\x07"))
+    data = bytearray(path.read_bytes())
+    data[len(b"pulse\0\0")] -= 1
+    path.write_bytes(data)
     assert read_pulse(path) is None
     path.write_bytes(data[:32])
     assert read_pulse(path) is None
