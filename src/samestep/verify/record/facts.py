@@ -80,15 +80,17 @@ def _numbers(values: Iterable[Any]) -> Iterator[float]:
 def rows_of(value: Any) -> list[float]:
     """A number for each row of the first dense tensor in a nested value; similar rows have similar numbers."""
     tensor = first_tensor(value)
-    if tensor is None or not tensor.dim():
-        return []
-    return _numbers_of(tensor.detach()[:_MOST_ROWS])
+    return [] if tensor is None or not tensor.dim() else _numbers_of(tensor.detach()[:_MOST_ROWS])
 
 
 def samples_of(value: Any) -> list[float]:
     """A number for each tensor of a batch: each sample may have its own, as `tuple(zip(*samples))` makes them."""
-    tensors = islice(tensors_in(value), _MOST_ROWS)
-    return [number for tensor in tensors for number in _numbers_of(tensor.detach()[None])]
+    tensors = (tensor if tensor.dim() else tensor[None] for tensor in tensors_in(value))
+    rows = [
+        torch.tensor([rows_of(tensor)], dtype=torch.float64, device="cpu")
+        for tensor in islice(tensors, _MOST_ROWS)
+    ]
+    return [number for numbers in rows for number in _numbers_of(numbers)]
 
 
 def _numbers_of(rows: torch.Tensor) -> list[float]:
