@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from train.test_mistakes import DATA, look_again, network
 
 import samestep
@@ -37,6 +38,20 @@ def test_an_evaluation_that_totals_each_batch_is_not_said_to_lack_a_total(world,
             with torch.no_grad():
                 sum(total((model(x) > y).sum()) for x, y in test)
     assert ("was not followed by" in said.getvalue()) == (total is of_nobody and world.rank == 0)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_loop_over_a_dataloader_is_said_to_train_on_all_samples_on_every_rank(world, is_list):
+    look_again()
+    model = samestep.replicate(network())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with redirect_stderr(StringIO()) as said:
+        for x, y in DataLoader(list(DATA) if is_list else DATA, 6):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert ("every rank goes through all 23 samples" in said.getvalue()) == (world.rank == 0)
 
 
 @pytest.mark.sizes(2, 3)

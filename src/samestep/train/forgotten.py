@@ -162,7 +162,10 @@ def _iterated(hidden: Hidden) -> Iterator[tuple[Any, int]]:
 
 def _description(dataset: Any) -> list[Any]:
     """What differs where ranks have parts of the data: lengths, and the first elements of what it holds."""
-    held = dataset.indices if isinstance(dataset, Subset) else list(vars(dataset).values())
+    if isinstance(dataset, Subset):
+        held = dataset.indices
+    else:
+        held = [*vars(dataset).values()] if hasattr(dataset, "__dict__") else dataset  # a list of samples
     return [type(dataset).__name__, len(dataset), _beginning(held)]
 
 
