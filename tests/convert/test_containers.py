@@ -230,6 +230,7 @@ def test_a_partial_of_a_function_of_the_project_is_followed_with_its_arguments()
         "nn.Parameter(torch.zeros(3, 3))",
         "torch.zeros(3, 3, requires_grad=True)",
         "torch.eye(3).requires_grad_()",
+        "torch.eye(3).requires_grad_(True)",
     ],
 )
 def test_a_tensor_of_an_optimizer_that_is_in_no_model_is_listed_if_batches_train_it(made):
@@ -239,6 +240,12 @@ def test_a_tensor_of_an_optimizer_that_is_in_no_model_is_listed_if_batches_train
     )
     (gap,) = _of(f"{BEGIN}{loop}").gaps
     assert "write `centres.grad = samestep.mean(centres.grad)`" in gap
+
+
+@pytest.mark.parametrize("given", ["", "True"])
+def test_a_model_that_is_told_to_learn_is_no_tensor_in_no_model(given):
+    begin = BEGIN.replace("nn.Linear(4, 3)", f"nn.Linear(4, 3).requires_grad_({given})")
+    assert not _of(f"{begin}{TRAIN}").gaps
 
 
 def test_lists_of_batches_that_map_joins_are_gathered_where_they_are_used():

@@ -28,7 +28,7 @@ from samestep.convert.values import (
 
 _WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode")
 _PARAMETER = re.compile(r"[\w.]*\bParameter\(")
-_TRAINED = re.compile(rf"{_PARAMETER.pattern}|.*(requires_grad=True|\.requires_grad_\(\))")
+_TRAINED = re.compile(rf"{_PARAMETER.pattern}|.*(requires_grad=True|\.requires_grad_\((True)?\))")
 MOST_STATEMENTS = 100_000  # to follow; a longer script is not followed to its end
 _DEEPEST = 25  # calls inside each other
 _CARRIED = "is made for a whole batch; begin with None, and in the loop make it for x.size(0) samples"
@@ -280,8 +280,11 @@ class Calls(Library):
         """Note the parameters and tensors among an optimizer's arguments that are in no model."""
         if not name.startswith("torch.optim."):
             return
-        made = (self.known.get(part, Value()).origin for part in ast.walk(node))
-        self.parameters_alone |= {at[:2] for at in made if at and _TRAINED.match(ast.unparse(at[0]))}
+        for part in ast.walk(node):
+            value = self.known.get(part, Value())
+            begins = _PARAMETER if value.models or self.is_model(value) else _TRAINED
+            if value.origin and begins.match(ast.unparse(value.origin[0])):
+                self.parameters_alone.add(value.origin[:2])
 
     def optimizes(self, *values: Value) -> Value:
         self.steps()

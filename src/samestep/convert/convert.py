@@ -199,10 +199,10 @@ def _check_alone(followed: Follower) -> None:
     """Note a tensor that is trained and in no model: nothing exchanges its gradient."""
     findings = followed.findings
     for made, source in followed.parameters_alone:
-        places: list[ast.AST] = [
-            node for node in ast.walk(source.tree) if isinstance(node, ast.For | ast.While)
-        ]
-        reasons = {node: _ALONE for node in places if findings.over.get(source.span(node)) == "batches"}
+        reasons: dict[ast.AST, str] = {}
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.For | ast.While) and findings.over.get(source.span(node)) == "batches":
+                reasons[node] = _ALONE
         reasons |= {node: _ALONE_AFTER for node, file in followed.trained_alike.items() if file is source}
         for node, reason in reasons.items():
             used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}

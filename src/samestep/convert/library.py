@@ -77,11 +77,8 @@ class Library(Python):
     def method(self, node: ast.Call, base: Value, name: str) -> Value:
         """The value of a method of a tensor, number, list or dict; a container may have been joined to one value."""
         if name in ("__iter__", "__next__") and base.kind in ("each", "loader"):
-            return (
-                self._python_next(node, [base], base)
-                if name == "__next__"
-                else self._python_iter(node, [base], base)
-            )
+            of_python = self._python_next if name == "__next__" else self._python_iter
+            return of_python(node, [base], base)
         node = self._unpacked(node) if any(map(is_unpacked, (*node.args, *node.keywords))) else node
         values = [base, *map(self.value, values_given(node))]
         is_tensor = base.kind in (Kind.ROWS, Kind.SOME) and name not in ("append", "extend")
