@@ -83,14 +83,16 @@ def rows_of(value: Any) -> list[float]:
     return [] if tensor is None or not tensor.dim() else _numbers_of(tensor.detach()[:_MOST_ROWS])
 
 
-def samples_of(value: Any) -> list[float]:
-    """A number for each tensor of a batch: each sample may have its own, as `tuple(zip(*samples))` makes them."""
-    tensors = (tensor if tensor.dim() else tensor[None] for tensor in tensors_in(value))
-    rows = [
-        torch.tensor([rows_of(tensor)], dtype=torch.float64, device="cpu")
-        for tensor in islice(tensors, _MOST_ROWS)
-    ]
-    return [number for numbers in rows for number in _numbers_of(numbers)]
+def batch_of(value: Any) -> dict[str, list[float]]:
+    """Its first tensor's rows as `rows_of` has them, and a number for each tensor, made of its rows.
+
+    In some batches each sample has tensors of its own, as `tuple(zip(*samples))` makes them.
+    """
+    tensors = [*islice(tensors_in(value), _MOST_ROWS)]
+    rows = [rows_of(tensor if tensor.dim() else tensor[None]) for tensor in tensors]
+    whole = [torch.tensor([numbers], dtype=torch.float64, device="cpu") for numbers in rows]
+    given = rows[0] if tensors and tensors[0].dim() else []
+    return {"given": given, "apart": [number for numbers in whole for number in _numbers_of(numbers)]}
 
 
 def _numbers_of(rows: torch.Tensor) -> list[float]:

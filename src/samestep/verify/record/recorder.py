@@ -295,7 +295,7 @@ class Recorder:
         self._evaluated = False
         if "careless_last" in self._facts:
             self._facts["careless"] = self._facts.pop("careless_last")
-        self._given = {"given": facts.rows_of(batch), "apart": facts.samples_of(batch)}
+        self._given = facts.batch_of(batch)
         if (tensor := facts.first_tensor(batch)) is not None:
             self._widths.append(tensor.shape[1:])
         self._turn += 1
