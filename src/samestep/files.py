@@ -126,7 +126,7 @@ def open_directory(directory: Path) -> Iterator[int]:
 
 def open_regular(path: Path, depth: int = 1, way: int = os.O_RDONLY) -> int:
     """A descriptor of a regular file in a directory that others may write: no pipe, no device, no link."""
-    # The last `depth` parts of the path must not be links. Raises OSError.
+    # The last `depth` parts of the path must not be links. `way` is how os.open opens it. Raises OSError.
     *folders, name = path.parts[-depth:]
     fd = os.open(path.parents[depth - 1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -41,7 +41,7 @@ from samestep.rundir import STOP, WAITS, Pulse, own_run
 from samestep.tracebacks import recorded_traceback
 
 _LOOK_S = 1.0
-_ANSWER_S = 0.25
+_ANSWER_S = 0.25  # between two looks whether the stacks are asked for
 # at most so many messages a second reach a rank, from all ranks together
 _MESSAGES = 500
 _WORTH_TELLING_S = 2.0
@@ -241,11 +241,10 @@ def keep_pulse(pulse: Pulse, closed: threading.Event) -> None:
     asked = pulse.asked
     while not closed.wait(_ANSWER_S):
         pulse.note_raised(_raised())
-        if asked != pulse.asked and pulse.stacks is not None:
-            asked = pulse.asked
-            faulthandler.dump_traceback(
-                pulse.stacks
-            )  # it holds the GIL, so no other thread's frames change meanwhile
+        if (now := pulse.asked) != asked and pulse.stacks is not None:
+            asked = now
+            # it holds the GIL, so that no thread's frames change meanwhile
+            faulthandler.dump_traceback(pulse.stacks)
 
 
 def _raised() -> str:
