@@ -77,7 +77,7 @@ class Backward(Member):
             return way(outputs, gradients, *args, **options)
         finally:
             self._is_running = False
-            self._spine.weights.of_loss = self._spine.weights.of_leaves = 1.0
+            self._spine.weights.end()
 
     def _run_backward(
         self, outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any
@@ -92,7 +92,7 @@ class Backward(Member):
         # an attack derives the loss by its input alone, and trains nothing
         if not inputs or not inputs.isdisjoint(map(id, spine.models.parameters())):
             self._first_losses.look_at(loss)
-        spine.weights.of_loss = spine.weights.of_next_loss(spine.models)
+        spine.weights.begin(spine.weights.of_next_loss(spine.models))
         spine.weights.of_leaves = self._weight_for_inputs(outputs) if spine.weights.needs_leaves else 1.0
         spine.weights.of_calls.clear()
         if spine.origins.at_hand is not None:

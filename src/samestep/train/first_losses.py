@@ -17,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.train.digest import bit_sums
-from samestep.train.group.alive import alive
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group
 from samestep.train.loss import (
@@ -172,7 +171,11 @@ class FirstLosses:
             return
         replicated = {id(parameter) for parameter in self._spine.models.parameters()}
         latest += [leaf for leaf in leaves_before(loss) if id(leaf) not in replicated]
-        self._give_own_gradients([leaf for leaf in latest if not hasattr(leaf, "_counts_by_share")], share)
+        weights, size = self._spine.weights, self._group.world.size
+        of_samples = {share.all // size, -(-share.all // size), share.all}
+        for leaf in latest:
+            if leaf.requires_grad and not weights.gives(leaf) and of_samples.isdisjoint(leaf.shape[:1]):
+                weights.give_own(leaf)
         earlier = {
             id(leaf) for leaves in self._unreplicated.values() if leaves is not latest for leaf in leaves
         }
@@ -187,18 +190,6 @@ class FirstLosses:
                 "a torch.nn.Module and replicate that",
                 what="loose",
             )
-
-    def _give_own_gradients(self, leaves: list[torch.Tensor], share: Share) -> None:
-        """Let tensors beside the model get the gradient of this rank's loss: samestep.mean of it is the batch's."""
-        weights, size = self._spine.weights, self._group.world.size
-        optimizers = alive(torch.optim.Optimizer, self._group.hidden) if leaves else ()
-        groups = chain(*(optimizer.param_groups for optimizer in optimizers))
-        stepped = {id(parameter) for group in groups for parameter in group["params"]}
-        of_samples = {share.all // size, -(-share.all // size), share.all}
-        for leaf in leaves:
-            if id(leaf) in stepped or of_samples.isdisjoint(leaf.shape[:1]):
-                leaf.register_hook(lambda gradient: gradient * weights.to_own)  # type: ignore[no-untyped-call]
-                leaf.__dict__["_counts_by_share"] = True
 
 
 def _are_unlike(terms: Sequence[float], each: Sequence[float], *, is_first: bool) -> bool:

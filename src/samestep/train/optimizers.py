@@ -9,6 +9,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -27,11 +28,12 @@ from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.script.lines import scripts_frame
 from samestep.train.step import Spine
+from samestep.train.subscriber import Subscriber
 
 _FIRST_STEPS = 3
 
 
-class Optimizers(Member):
+class Optimizers(Member, Subscriber):
     """Notes every optimizer step as a phase; with several ranks it checks the first steps of each optimizer."""
 
     def __init__(self, group: Group) -> None:
@@ -44,6 +46,12 @@ class Optimizers(Member):
             register_optimizer_step_post_hook(self._after_step),
         ]
         group.the(Backward)
+        self._made = list[weakref.ref[Any]]()  # since the latest backward
+        if group.world.size > 1:
+            self._spine.subscribe(self)
+            self._made += map(weakref.ref, alive(torch.optim.Optimizer, group.hidden))
+            adds = torch.optim.Optimizer.add_param_group
+            group.replace(torch.optim.Optimizer, "add_param_group", self._noting(adds))
         # the norms of gradients before the script adds those of all ranks, while first steps are looked at
         self._before_sum: dict[str, list[tuple[torch.Tensor, float]]] | None = {}
         self._all_reduce_of_torch = group.replace(dist, "all_reduce", self._all_reduce)
@@ -51,6 +59,25 @@ class Optimizers(Member):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def _noting(self, add_param_group: Callable[..., None]) -> Callable[..., None]:
+        @wraps(add_param_group)
+        def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            add_param_group(optimizer, *args, **kwargs)
+            self._made.append(weakref.ref(optimizer))
+
+        return noted
+
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        """Give new optimizers' tensors that are in no replica the gradient of this rank's loss."""
+        if not self._made:
+            return
+        optimizers, self._made = [made() for made in self._made], []
+        replicated = {id(parameter) for parameter in self._spine.models.parameters()}
+        for group in chain(*(optimizer.param_groups for optimizer in optimizers if optimizer)):
+            for tensor in group["params"]:
+                if tensor.requires_grad and id(tensor) not in replicated:
+                    self._spine.weights.give_own(tensor)
 
     def _all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
@@ -132,15 +159,14 @@ class Optimizers(Member):
         call = f"samestep's check of {type(optimizer).__name__}.step"
         if len(set(self.group.all_gather(call, digest))) > 1:
             name = _name_of(unowned[0], self.group.hidden)
-            remedy = (
-                "write model = samestep.replicate(model) before the loop, and for a copy that is trained "
-                "samestep.replicate(copy)"
-            )
-            if not name:
-                name, total = (
-                    f"a tensor of shape {list(unowned[0].shape)}",
-                    "sum" if self._spine.models.adds() else "mean",
+            if name:
+                remedy = (
+                    "write model = samestep.replicate(model) before the loop, and for a copy that is trained "
+                    "samestep.replicate(copy)"
                 )
+            else:
+                name = f"a tensor of shape {list(unowned[0].shape)}"
+                total = "sum" if self._spine.models.adds() else "mean"
                 remedy = f"with t for the tensor write t.grad = samestep.{total}(t.grad) after backward()"
             raise UsageError(
                 f"{type(optimizer).__name__} steps {name}, which belongs to no replica: its gradient differs on each "

@@ -191,3 +191,18 @@ def test_weights_that_a_rank_changes_in_the_last_steps_of_a_short_run_are_found(
 
     with pytest.raises(RanksDiffer, match=r"came apart between steps \d+ and \d+: 0\.weight"):
         train(model, 3, spoil)
+
+
+class Notes(nn.Linear):
+    """Writes into the dict that it gets."""
+
+    def forward(self, batch):
+        batch["seen"] = True
+        return super().forward(batch["x"])
+
+
+def test_what_a_model_writes_into_its_input_is_there_after_the_call(world):
+    model = samestep.replicate(Notes(3, 1).double(), loss="sum")
+    for (x,) in samestep.loader(TensorDataset(torch.ones(7, 3).double()), 6):
+        model(batch := {"x": x}).sum().backward()
+        assert batch["seen"]

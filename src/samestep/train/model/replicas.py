@@ -61,6 +61,8 @@ class Replicas(Member, Models):
         self._num_made += 1
         self._any_moves_buffers |= replica.moves_buffers
         self._references.append(weakref.ref(replica, self._references.remove))
+        for parameter in model.parameters():
+            self._spine.weights.give_replicas(parameter)
 
     def draw_apart(self) -> None:
         """From the next batch or call of a replica on, let each rank draw its own numbers."""

@@ -68,8 +68,8 @@ def weighed_call(
 
 
 def _weighed(value: Any, weight: float, way: str) -> Any:
-    # One by one: a node of all outputs would hand None to the hooks of those that the loss does not reach. Kept
-    # with the tensor, since its id would be another's once it is gone.
+    # Tensor by tensor: a node of all would hand None to the hooks of those that the loss does not reach. Each is kept
+    # here, since its id would be another's once it is gone.
     changed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,19 +77,15 @@ def _weighed(value: Any, weight: float, way: str) -> Any:
             changed[id(tensor)] = tensor, _Weighed.apply(weight, way, 1.0, tensor)  # type: ignore[no-untyped-call]
         return changed[id(tensor)][1] if id(tensor) in changed else tensor
 
-    return map_tensors(change, value)
+    weighed = map_tensors(change, value)
+    return weighed if changed else value  # the same object: the model may write into it
 
 
 def _weigh_leaves(spine: Spine, tensor: torch.Tensor) -> torch.Tensor:
-    """Weigh the gradient of a leaf that is no parameter, such as x.grad: a mean divides by the whole batch."""
-
-    def counted(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * spine.weights.to_leaf
-
+    """Weigh the gradient of a leaf that is no parameter, such as x.grad."""
     for leaf in leaves_before(tensor, _MOST_NODES) if tensor.requires_grad else ():
-        if not isinstance(leaf, torch.nn.Parameter) and not hasattr(leaf, "_counts_by_share"):
-            leaf.register_hook(counted)  # type: ignore[no-untyped-call]
-            leaf.__dict__["_counts_by_share"] = spine.weights.needs_leaves = True
+        if not isinstance(leaf, torch.nn.Parameter):
+            spine.weights.give_batchs(leaf)
     return tensor
 
 
